@@ -1,0 +1,1 @@
+"""Traces and long texts: where they come from, and how they become batches."""
