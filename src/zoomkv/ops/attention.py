@@ -1,0 +1,58 @@
+"""Attention of grouped query heads over shared keys and values."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_attention(
+    query: Tensor,  # [B, H, Q, D]
+    key: Tensor,  # [B, Hkv, T, D]
+    value: Tensor,  # [B, Hkv, T, D]
+    mask: Tensor | None = None,  # [B, 1 or Hkv, Q, T]
+    scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:  # [B, H, Q, D]
+    """Exact attention where H / Hkv query heads share a KV head; nothing is repeated at Q = 1.
+
+    Args:
+        query: Queries; consecutive heads share a KV head.
+        key: Keys of all rows that may be read.
+        value: Values of the same rows.
+        mask: Bool (True is readable) or additive, for each row or each KV head. A query that
+            may read nothing gives zeros, never NaN.
+        scale: Factor on the scores; 1 / sqrt(D) by default.
+        causal: The last query stands at the last key, the ones before it one key earlier each.
+
+    Returns:
+        Attention output in the query's dtype.
+    """
+    batch, heads, length, width = query.shape
+    kv_heads, rows = key.shape[1:3]
+    # Under autocast rotary keys come as fp32 beside bf16 values; SDPA wants one dtype.
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    if length == 1:
+        # The heads of a group become the queries of one head.
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads, width)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(batch, heads, 1, width).to(query.dtype)
+
+    square = causal and mask is None and length == rows
+    if causal and not square:
+        earlier = torch.ones(length, rows, dtype=torch.bool, device=query.device)
+        mask = _restrict(mask, earlier.tril(rows - length))
+    if mask is not None and mask.shape[-3] not in (1, heads):
+        mask = mask.repeat_interleave(heads // kv_heads, dim=1)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=True
+    )
+    return out.to(query.dtype)
+
+
+def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """Joins masks without adding two large negatives, which overflows in half precision."""
+    if mask is None:
+        return allowed
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,1 @@
+"""Where things are in a sequence: summaries, paragraphs, semantic boundaries."""
