@@ -14,8 +14,6 @@ TERMINATORS = frozenset({".", "!", "?", "...", ":", "\n\n", "\n\n\n"})
 
 # What may follow the stop that ends a sentence.
 _CLOSERS = " \t\n\r\f\v\u00a0\"'`*_)]}>\u201d\u2019\u00bb"
-    " \t\n\r\f\v\u00a0\"'`*_)]}>\u201d\u2019\u00bb"  # may follow the stop that ends a sentence
-)
 
 
 def boundary_mask(

@@ -29,19 +29,7 @@ SUMMARY_CAP = 256
 """Longest summary, in tokens between its delimiters; a longer one is taken for plain text."""
 
 # What an id sequence of a textual delimiter may merge with, on either side.
-_NEIGHBOURS = [
-    "",
-    "a",
-    "1",
-    " ",
-    "\n",
-    "\n\n",
-    " a",
-    *".,:;!?)(][}{*`'\"<>$-/\\",
-    " <",
-    ".\n",
-    ".\n\n",
-]
+_NEIGHBOURS = ("", *"a1 \n.,:;!?)(][}{*`'\"<>$-/\\", "\n\n", " a", " <", ".\n", ".\n\n")
 _ABORTING_TOKENS = ("</think>", "<|end_of_thought|>")
 
 
@@ -221,9 +209,8 @@ def _spellings(tokenizer: Any, text: str) -> list[tuple[int, ...]]:
         contexts, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         first, last = len(before), len(before) + len(text)
-        found[
-            tuple(i for i, (a, b) in zip(ids, offsets, strict=True) if a < last and b > first)
-        ] = None
+        covering = (i for i, (a, b) in zip(ids, offsets, strict=True) if a < last and b > first)
+        found[tuple(covering)] = None
     return list(found)
 
 
