@@ -61,6 +61,8 @@ class ReadReport:
     """Rows left out, by reason."""
     first: dict[str, str] = field(default_factory=dict)
     """Where each reason was met first, ``file:line``."""
+    place: str = ""
+    """Where the row stands that was read last."""
 
     def __str__(self) -> str:
         lines = [f"{self.read} rows read, {self.dropped.total()} dropped"]
@@ -108,6 +110,7 @@ def read_traces(
             report.first.setdefault(str(bad), place)
         else:
             report.read += 1
+            report.place = place
             yield trace
 
 

@@ -1,0 +1,5 @@
+"""The ``zoomkv`` command."""
+
+from zoomkv.cli.dispatch import main
+
+__all__ = ["main"]

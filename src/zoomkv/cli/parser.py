@@ -1,0 +1,23 @@
+"""The argument parser of our commands: wrong usage becomes one line, like any other bad input."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` of ``zoomkv NAME`` that raises ``ValueError`` on wrong usage."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=f"zoomkv {name}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
