@@ -41,7 +41,7 @@ def grouped_attention(
     if causal and not square:
         earlier = torch.ones(length, rows, dtype=torch.bool, device=query.device)
         mask = _restrict(mask, earlier.tril(rows - length))
-    if mask is not None and mask.shape[-3] not in (1, heads):
+    if mask is not None and mask.dim() == 4 and mask.shape[1] not in (1, heads):
         mask = mask.repeat_interleave(heads // kv_heads, dim=1)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=True

@@ -69,7 +69,9 @@ class SegmentTable:
         if int(self.count.max()) == self._bounds.shape[2]:
             self._bounds = torch.cat([self._bounds, torch.zeros_like(self._bounds)], dim=2)
         bounds = torch.stack([self.open_start, summary_start, interior_start, interior_end, end])
-        self._bounds[:, where, self.count[where]] = bounds[:, where]
+        # Not in place: a table made in inference mode may be used outside.
+        place = (torch.arange(5)[:, None], where, self.count[where])
+        self._bounds = self._bounds.index_put(place, bounds[:, where])
         self.count = self.count + rows
         self.open_start = torch.where(rows, end, self.open_start)
 

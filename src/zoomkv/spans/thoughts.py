@@ -157,7 +157,7 @@ def parse(
     """
     segments: list[Segment] = []
     blank, abort = set(delimiters.blank), set(delimiters.abort)
-    patience = summary_cap + max(map(len, delimiters.ends))
+    patience = summary_cap + max(map(len, delimiters.ends)) - 1
     start = 0  # of the open segment
     fence = 0  # no delimiter may begin before it: those ids have been used up
     opened: tuple[int, int] | None = None  # summary_start and interior_start, inside a summary
@@ -170,7 +170,7 @@ def parse(
                 opened = (fence - length, fence)
             continue
         summary_start, interior_start = opened
-        if token in abort or position >= interior_start + patience:
+        if token in abort:
             opened, fence = None, position + 1
         elif length := _longest_suffix(seen, delimiters.ends):
             opened, fence = None, position + 1
@@ -181,6 +181,8 @@ def parse(
                 summary_start = start
             segments.append(Segment(start, summary_start, interior_start, interior_end, fence))
             start = fence
+        elif position >= interior_start + patience:
+            opened, fence = None, position + 1
 
     if start < (total := len(ids)):
         unfinished = opened[0] if opened else total

@@ -1,8 +1,8 @@
 """Streaming form of ``thoughts.parse`` for a batch: one call for each decode step.
 
 Nothing here loops over rows or tokens. Almost every token is plain text, and for it a step costs
-a table look-up and a few additions on ``[B]`` integers; only a token that may end a delimiter, or
-a summary that runs too long, takes the longer way.
+a table look-up and a handful of operations on ``[B]`` integers; only a step in which something may
+end takes the longer way.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from zoomkv.spans.thoughts import SUMMARY_CAP, Delimiters
 
 _NEVER = torch.iinfo(torch.int64).max // 2
 
-# What a token id can be: bits of one table over the vocabulary.
+# What a token id can be: bits of one table over the vocabulary. Above _TEXT they are events, from
+# _ABORT on they concern summaries.
 _TEXT, _BOUNDARY, _ABORT, _BEGIN, _END = 1, 2, 4, 8, 16
 
 _ROW_STATE = (
@@ -26,8 +27,8 @@ _ROW_STATE = (
     "_summary_start",
     "_blank_paragraph",
     "_recent",
-    "_since",
-    "_steps",
+    "_due",
+    "_given",
     "_updates",
 )
 
@@ -83,7 +84,7 @@ class ThoughtTracker:
         self._begins = _Spellings(delimiters.begins, width)
         self._ends = _Spellings(delimiters.ends, width)
         self._width = width
-        self._patience = summary_cap + max(map(len, delimiters.ends))
+        self._patience = summary_cap + max(map(len, delimiters.ends)) - 1
         self.start(torch.zeros(0, dtype=torch.int64))
 
     def start(self, prompt_lengths: Tensor) -> None:  # [B]
@@ -92,16 +93,16 @@ class ThoughtTracker:
         self.table = SegmentTable(batch)
         self.position = prompt_lengths.to(device="cpu", dtype=torch.int64, copy=True)
         self.table.open_start = self.position
-        zeros = torch.zeros_like(self.position)
+        zeros, never = torch.zeros_like(self.position), torch.full_like(self.position, _NEVER)
+        self._given = self.position  # tokens of prompts, not generated
         self._fence = self.position  # no delimiter may begin before it
-        self._deadline = zeros + _NEVER  # where an open summary is given up; _NEVER outside one
-        self._first_text = zeros + _NEVER  # first token of the current part not white space
+        self._deadline = never  # where an open summary is given up; _NEVER outside one
+        self._first_text = never  # first token of the current part that is not white space
         self._summary_start = zeros
         self._blank_paragraph = zeros.bool()
         self._recent = torch.full((batch, self._width), -1)  # last ids, newest last
-        self._since = zeros  # steps since the last boundary
-        self._steps = zeros
-        self._updates = zeros
+        self._due = self.position + self._max_interval - 1  # latest place of the next boundary
+        self._updates = zeros  # boundaries so far
 
     def advance(self, ids: Tensor, active: Tensor) -> Events:  # int [B], bool [B]
         """Takes the token that this decode step processes, for each active row.
@@ -110,24 +111,23 @@ class ThoughtTracker:
             ids: Token ids, on the CPU.
             active: False for rows that are finished: nothing of theirs changes.
         """
-        kind = self._kind[ids]
+        kind = self._kind[ids] * active
         position = self.position
         self.position = position + active
-        self._since = self._since + active
-        self._steps = self._steps + active
         if self._width > 1:
             shifted = torch.cat([self._recent[:, 1:], ids[:, None]], dim=1)
             self._recent = torch.where(active[:, None], shifted, self._recent)
-        text = ((kind & _TEXT) != 0) & active
+        text = (kind & _TEXT).bool()
         self._first_text = torch.where(text, self._first_text.minimum(position), self._first_text)
 
-        boundary = ((kind & _BOUNDARY) != 0) | (self._since >= self._max_interval)
         closed = torch.zeros_like(active)
-        matters = ((kind & (_ABORT | _BEGIN | _END)) != 0) | (position >= self._deadline)
-        if bool((matters & active).any()):
+        late = active & (position >= self._due.minimum(self._deadline))
+        if not bool((late | (kind > _TEXT)).any()):
+            return Events(closed, boundary=closed)
+        if bool((late | (kind >= _ABORT)).any()):
             closed = self._delimit(ids, kind, position, active)
-        boundary = (boundary | closed) & active
-        self._since = self._since.masked_fill(boundary, 0)
+        boundary = active & (closed | (kind & _BOUNDARY).bool() | (position >= self._due))
+        self._due = torch.where(boundary, position + self._max_interval, self._due)
         self._updates = self._updates + boundary
         return Events(closed, boundary)
 
@@ -142,13 +142,14 @@ class ThoughtTracker:
         start, end = self.position, self.position + lengths
         self.table.pin(start, end)
         self.position = end
-        self._since = self._since + lengths
+        self._given = self._given + lengths
         self._leave_summary(grown, closed=torch.zeros_like(grown), end=end)
 
     def mean_interval(self) -> float:
         """Mean number of steps between boundaries, over all rows; NaN before the first."""
         updates = int(self._updates.sum())
-        return int(self._steps.sum()) / updates if updates else float("nan")
+        generated = int((self.position - self._given).sum())
+        return generated / updates if updates else float("nan")
 
     def index_select(self, rows: Tensor) -> None:  # [B']
         """Keeps the given rows, in the given order; a row may come twice."""
@@ -172,10 +173,11 @@ class ThoughtTracker:
         recent = self._recent if self._width > 1 else ids[:, None]
         room = position + 1 - self._fence  # ids that a delimiter may still use
         inside = self._deadline < _NEVER
-        broken = active & inside & (((kind & _ABORT) != 0) | (position >= self._deadline))
+        aborted = (kind & _ABORT).bool()
 
         end_length = self._ends.match(recent, room)
-        ending = active & inside & ~broken & (end_length > 0)
+        ending = active & inside & ~aborted & (end_length > 0)
+        broken = active & inside & ~ending & (aborted | (position >= self._deadline))
         interior_end = position + 1 - end_length
         closed = ending & (self._first_text < interior_end)  # a summary that says something
         if bool(closed.any()):
