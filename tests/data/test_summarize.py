@@ -346,6 +346,7 @@ def local():
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
+        initializer_range=1.0,  # what is said depends on what was read
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=None,
@@ -356,7 +357,7 @@ def local():
 def test_local_batches_give_what_each_paragraph_gives_alone(local):
     model, tokenizer = local
     paragraphs = ["one", "a much longer paragraph of words", "two of them", "x"]
-    model.generation_config.eos_token_id = [1, *range(3, 60)]  # random models rarely say <end>
+    model.generation_config.eos_token_id = [1, *range(3, 12)]  # random models rarely say <end>
     try:
         batched = dict(LocalSummarizer(model, tokenizer, "t", batch_size=3).summarize(paragraphs))
         alone = dict(LocalSummarizer(model, tokenizer, "t", batch_size=1).summarize(paragraphs))
@@ -364,7 +365,7 @@ def test_local_batches_give_what_each_paragraph_gives_alone(local):
         model.generation_config.eos_token_id = 1
     assert batched == alone
     assert sorted(batched) == [0, 1, 2, 3]
-    assert any(isinstance(reply, str) for reply in batched.values()), batched
+    assert len(set(batched.values())) > 2, batched
 
 
 def test_local_replies_end_at_the_end_token(local):
