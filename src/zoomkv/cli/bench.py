@@ -14,10 +14,12 @@ from zoomkv.cli.parser import Parser
 def main(argv: Sequence[str]) -> int:
     """The exit code of the benchmark, which gets all further options."""
     folder = Path(zoomkv.__file__).parents[2] / "benchmarks"
-    scripts = {script.stem: script for script in sorted(folder.glob("[a-z]*.py"))}
-    if not scripts:
-        raise ValueError(f"no benchmarks in {folder}: bench needs a checkout of the repository")
+    names = ", ".join(script.stem for script in sorted(folder.glob("[a-z]*.py")))
     parser = Parser("bench", "Measures speed and memory; each benchmark has its own --help.")
-    parser.add_argument("name", choices=scripts)
-    arguments = parser.parse_args(argv[1:2])
-    return subprocess.call([sys.executable, str(scripts[arguments.name]), *argv[2:]])
+    parser.add_argument("name", metavar="NAME", help=names or "needs a checkout of the repository")
+    script = folder / f"{parser.parse_args(argv[1:2]).name}.py"
+    if not names:
+        raise ValueError(f"no benchmarks in {folder}: bench needs a checkout of the repository")
+    if not script.is_file():
+        raise ValueError(f"no benchmark {script.stem!r}: choose from {names}")
+    return subprocess.call([sys.executable, str(script), *argv[2:]])
