@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -399,3 +400,15 @@ def test_a_model_without_a_chat_template_is_refused(local):
 
     with pytest.raises(ValueError, match="^base has no chat template"):
         LocalSummarizer(model, Plain(), "base")
+
+
+def test_the_raw_sample_is_cut_into_paragraphs_worth_a_summary(endpoint, tmp_path):
+    target = tmp_path / "out.jsonl"
+    sample = Path(__file__).parents[2] / "data/samples/raw_traces.jsonl"
+    report = summarize_file(sample, target, EndpointSummarizer(endpoint.url, "tiny"))
+    assert report.failed == [] and report.rows == len(list(read_traces(sample)))
+    by_id = {trace.id: trace.segments for trace in read_traces(target)}
+    assert [len(by_id[name]) for name in ("tank", "primes", "train")] == [4, 5, 3]
+    assert "```python" in by_id["primes"][3].text and "\n\n\nprint" in by_id["primes"][3].text
+    assert by_id["tank"][3].summary is None  # "So 3 hours." needs none
+    assert sum(segment.summary is None for segments in by_id.values() for segment in segments) == 3

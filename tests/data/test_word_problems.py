@@ -2,13 +2,16 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
-from zoomkv.data.traces import Segment, Trace
+from zoomkv.data.traces import Segment, Trace, read_traces
 from zoomkv.data.word_problems import score_word_problem, word_problem, word_problems
 
 pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).parents[2]
 
 
 def text_of(trace: Trace) -> str:
@@ -87,3 +90,8 @@ def test_a_problem_without_a_whole_result_is_drawn_again(monkeypatch):
 def test_a_range_that_makes_no_sense_is_refused(problems):
     with pytest.raises(ValueError, match="choose 2 <= fewest <= most"):
         list(word_problems(1, problems=problems))
+
+
+def test_the_sample_is_what_the_generator_writes():
+    sample = list(read_traces(ROOT / "data/samples/word_problems.jsonl"))
+    assert sample == list(word_problems(8, seed=0, problems=(3, 6)))
