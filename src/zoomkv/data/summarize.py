@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-import torch
-
 from zoomkv.data.segment import MIN_TOKENS, estimate_tokens
 from zoomkv.data.traces import ReadReport, Trace, read_traces, write_traces
 
@@ -322,7 +320,6 @@ class LocalSummarizer:
             batch = order[start : start + self._batch_size]
             yield from zip(batch, self._generate([paragraphs[i] for i in batch]), strict=True)
 
-    @torch.inference_mode()
     def _generate(self, paragraphs: list[str]) -> list[str | Failure]:
         inputs = self._tokenizer.apply_chat_template(
             [messages(paragraph) for paragraph in paragraphs],
