@@ -1,0 +1,1 @@
+"""Key-value caches: one file a policy, over two tiers."""

@@ -1,0 +1,189 @@
+"""Which token stands in which slot of a layer's working set.
+
+Stored rows stand without gaps in slots ``[0, count)``, in any order: attention doesn't care, as
+keys carry their true positions. Dropping rows fills the holes from the end, so only as many rows
+move as were dropped.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoomkv.backbone.protocol import Placement, Step
+
+Index = tuple[Tensor | slice, ...]
+"""Rows of a ``[B, Hkv, T, D]`` tensor: (batch row, head or all heads, slot)."""
+
+_GROWTH = 64
+
+
+@dataclass(slots=True)
+class Moves:
+    """How to turn one set of stored rows into another, in place."""
+
+    source: Index
+    """Rows to move ..."""
+    target: Index
+    """... into these holes; the two never overlap."""
+    fetch_from: tuple[Tensor, Tensor]
+    """Batch rows and positions that are to come from the archive ..."""
+    fetch_to: Index
+    """... into these holes."""
+    length: int
+    """Slots in use afterwards, maximum over the batch rows."""
+
+
+class Slots:
+    """Positions of the rows that one or more layers store.
+
+    Args:
+        heads: 1 if all KV heads store the same rows, else the number of KV heads.
+
+    Attributes:
+        positions: ``[B, heads, C]``, meaningful in slots below ``count``.
+        count: Rows stored, ``[B]``, CPU; the same for all heads.
+    """
+
+    positions: Tensor
+    count: Tensor
+
+    def __init__(self, heads: int = 1) -> None:
+        self.heads = heads
+        self.start(0, torch.device("cpu"))
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """Begins anew, with nothing stored; positions live on ``device``."""
+        self.count = torch.zeros(batch, dtype=torch.int64)
+        self.positions = torch.zeros(batch, self.heads, 0, dtype=torch.int32, device=device)
+
+    @property
+    def length(self) -> int:
+        """Slots in use, maximum over the batch rows."""
+        return int(self.count.max()) if len(self.count) else 0
+
+    def place(self, step: Step, device: torch.device) -> Placement:
+        """Plans where the step's rows go; nothing changes before ``append``."""
+        stored = self.length
+        size, real = step.size, step.real
+        if real is None and bool((self.count == stored).all()):
+            length = stored + size
+            mask = None
+            if size > 1 and stored > 0:
+                mask = torch.ones(size, length, dtype=torch.bool, device=device).tril(stored)
+                mask = mask[None, None]
+            return Placement(stored, length, mask=mask)
+        if real is None:
+            real = torch.ones_like(step.ids, dtype=torch.bool)
+        batch, column = real.nonzero(as_tuple=True)
+        last = self.count[:, None] + real.cumsum(1) - 1  # [B, Q], last slot that may be read
+        scatter = (batch, column, last[batch, column])
+        length = max(int((last + 1).max()), 1)
+        # A pad in front of everything reads slot 0: garbage, but finite, and nobody looks at it.
+        mask = torch.arange(length) <= last.clamp(min=0)[:, :, None]
+        uniform = size == 1 and bool(mask.all())
+        return Placement(
+            stored,
+            length,
+            scatter=(
+                scatter[0].to(device, non_blocking=True),
+                scatter[1].to(device, non_blocking=True),
+                scatter[2].to(device, non_blocking=True),
+            ),
+            host_scatter=scatter,
+            mask=None if uniform else mask[:, None].to(device, non_blocking=True),
+        )
+
+    def append(self, step: Step, place: Placement) -> None:
+        """Records the rows that the step has stored."""
+        self._reserve(place.length)
+        positions = step.positions.to(self.positions)
+        if place.scatter is None:
+            self.positions[:, :, place.stored : place.length] = positions[:, None]
+        else:
+            batch, column, slot = (index.to(positions.device) for index in place.scatter)
+            self.positions[batch, :, slot] = positions[batch, column][:, None]
+        self.count = self.count + step.added
+
+    def valid(self) -> Tensor:  # bool [B, 1, length]
+        """Slots that hold a row, on the device of ``positions``."""
+        count = self.count.to(self.positions.device)
+        return torch.arange(self.length, device=count.device) < count[:, None, None]
+
+    def readable(self, total: int) -> Tensor:  # bool [B, heads, total]
+        """Mask over positions: which tokens are stored."""
+        stored = self.valid().expand(-1, self.heads, -1)
+        batch, head, slot = stored.nonzero(as_tuple=True)
+        mask = torch.zeros(*stored.shape[:2], total, dtype=torch.bool, device=stored.device)
+        mask[batch, head, self.positions[batch, head, slot].long()] = True
+        return mask
+
+    def change(
+        self,
+        keep: Tensor,  # bool [B, heads, length]
+        missing: Tensor | None = None,  # bool [B, T]
+    ) -> Moves:
+        """Drops the stored rows that aren't kept and makes room for missing positions.
+
+        Each row must keep equally many slots in all heads.
+
+        Returns:
+            What the layers have to do; this index already says how it will be.
+        """
+        keep = keep & self.valid()
+        total = keep.sum(-1)  # [B, heads]
+        if missing is None:
+            missing = torch.zeros(len(self.count), 0, dtype=torch.bool, device=keep.device)
+        total = total + missing.sum(1)[:, None]
+        width = max(keep.shape[2], int(total.max()))
+        keep = F.pad(keep, (0, width - keep.shape[2]))
+        slot = torch.arange(width, device=keep.device)
+        inside = slot < total[..., None]
+        mover = keep & ~inside
+        hole = ~keep & inside
+        # Within each row the first holes take the movers, the others what is fetched.
+        for_mover = hole & (hole.cumsum(-1) <= mover.sum(-1, keepdim=True))
+        moves = Moves(
+            source=self._index(mover),
+            target=self._index(for_mover),
+            fetch_from=_pair(missing),
+            fetch_to=self._index(hole & ~for_mover),
+            length=int(total.max()),
+        )
+        self._reserve(width)
+        self.positions[moves.target] = self.positions[moves.source]
+        batch, position = moves.fetch_from
+        if len(batch):
+            self.positions[moves.fetch_to] = position.to(self.positions)[:, None]
+        self.count = total[:, 0].to("cpu")
+        return moves
+
+    def select(self, rows: Tensor) -> None:  # [B'] CPU
+        """Keeps the given batch rows, in the given order; one may come twice."""
+        self.count = self.count[rows]
+        self.positions = self.positions[rows.to(self.positions.device)]
+
+    def fit(self, length: int) -> None:
+        """Gives back slack beyond ``length`` slots."""
+        if self.positions.shape[2] > length:
+            self.positions = self.positions[:, :, :length].clone()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Count and positions."""
+        yield from (self.count, self.positions)
+
+    def _index(self, mask: Tensor) -> Index:  # bool [B, heads, T]
+        batch, head, slot = mask.nonzero(as_tuple=True)
+        return (batch, slice(None) if self.heads == 1 else head, slot)
+
+    def _reserve(self, length: int) -> None:
+        if (more := length - self.positions.shape[2]) > 0:
+            more += -length % _GROWTH
+            self.positions = F.pad(self.positions, (0, more))
+
+
+def _pair(mask: Tensor) -> tuple[Tensor, Tensor]:  # bool [B, T]
+    batch, position = mask.nonzero(as_tuple=True)
+    return batch, position
