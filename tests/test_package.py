@@ -43,8 +43,10 @@ def test_one_version():
     assert zoomkv.__version__ == project["version"] == importlib.metadata.version("zoomkv")
 
 
-def test_types_are_shipped():
+def test_everything_is_shipped():
     assert (ROOT / "src/zoomkv/py.typed").exists()
+    folders = {file.parent for file in (ROOT / "src").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_constraints_can_be_served_by_an_index():

@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -242,16 +243,33 @@ class EndpointSummarizer:
             ValueError: The endpoint refuses the key or doesn't know the model.
             ConnectionError: Nothing answers at the endpoint.
         """
-        todo = iter(enumerate(paragraphs))
-        under_way: dict[Future[str | Failure], int] = {}
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            while True:
-                for index, paragraph in islice(todo, self._concurrency - len(under_way)):
-                    under_way[pool.submit(self._ask, paragraph)] = index
-                if not under_way:
-                    return
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    yield under_way.pop(future), future.result()
+        todo: SimpleQueue[tuple[int, str]] = SimpleQueue()
+        done: SimpleQueue[tuple[int, str | Failure | Exception]] = SimpleQueue()
+        for item in enumerate(paragraphs):
+            todo.put(item)
+
+        def work() -> None:
+            with suppress(Empty):
+                while True:
+                    index, paragraph = todo.get_nowait()
+                    try:
+                        done.put((index, self._ask(paragraph)))
+                    except Exception as error:  # ends the run, so it is raised there
+                        done.put((index, error))
+                        return
+
+        for _ in range(self._concurrency):  # daemons: an interrupt need not wait for answers
+            Thread(target=work, daemon=True).start()
+        try:
+            for _ in paragraphs:
+                index, reply = done.get()
+                if isinstance(reply, Exception):
+                    raise reply
+                yield index, reply
+        finally:
+            with suppress(Empty):
+                while True:
+                    todo.get_nowait()
 
     def _ask(self, paragraph: str) -> str | Failure:
         errors = self._openai
