@@ -20,6 +20,7 @@ from zoomkv.ops.attention import grouped_attention
 
 _PREFIX = "zoomkv_"
 _MARK = "_zoomkv_handles"
+_TOKENIZER = "_zoomkv_tokenizer"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -44,13 +45,14 @@ class Attachment:
             detach(self.model)
 
 
-def attach(model: Any) -> Attachment:
+def attach(model: Any, tokenizer: Any = None) -> Attachment:
     """Makes a causal language model accept the caches of this package.
 
     Idempotent: attaching an attached model does nothing, nor does leaving its ``with`` block.
 
     Args:
         model: A transformers causal LM of a supported family, plain or wrapped by PEFT.
+        tokenizer: Remembered for caches that look for sentence ends or summaries.
 
     Returns:
         A context manager that undoes the attachment; it need not be used as one.
@@ -59,6 +61,8 @@ def attach(model: Any) -> Attachment:
         ValueError: Unsupported family, windowed layers, or attention implementation.
     """
     decoder = model.get_decoder()
+    if tokenizer is not None:
+        setattr(decoder, _TOKENIZER, tokenizer)
     if hasattr(decoder, _MARK):
         return Attachment(model, fresh=False)
     config = decoder.config
@@ -87,6 +91,8 @@ def detach(model: Any) -> None:
     for handle in getattr(decoder, _MARK):
         handle.remove()
     delattr(decoder, _MARK)
+    if hasattr(decoder, _TOKENIZER):
+        delattr(decoder, _TOKENIZER)
     config = decoder.config
     config._attn_implementation = config._attn_implementation.removeprefix(_PREFIX)
 
@@ -94,6 +100,11 @@ def detach(model: Any) -> None:
 def is_attached(model: Any) -> bool:
     """Whether ``attach`` is in force."""
     return hasattr(model.get_decoder(), _MARK)
+
+
+def attached_tokenizer(model: Any) -> Any:
+    """The tokenizer that the model was attached with, or None."""
+    return getattr(model.get_decoder(), _TOKENIZER, None)
 
 
 # The hooks are plain functions: a closure over the model would survive deepcopy wrongly.

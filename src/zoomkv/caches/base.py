@@ -176,6 +176,8 @@ class PolicyCache(Cache, SteppedCache):
     name: ClassVar[str] = "policy"
     wants_queries: ClassVar[bool] = False
     """Whether decode steps keep the queries of all layers until they are committed."""
+    keeps_everything: ClassVar[bool] = False
+    """Whether every row stays in its place for good."""
 
     def __init__(self, shape: ModelShape, layers: Sequence[PolicyLayer], traffic: Traffic) -> None:
         super().__init__(layers=list(layers))
@@ -333,6 +335,8 @@ class PolicyCache(Cache, SteppedCache):
 
     def device_tensors(self) -> Iterator[Tensor]:
         """All that lies on the device."""
+        for slots, _ in self.groups:
+            yield from slots.device_tensors()
         for layer in self.layers:
             yield from layer.device_tensors()
 
@@ -341,7 +345,7 @@ class PolicyCache(Cache, SteppedCache):
         yield from (self._lengths, self._ended, self._kinds, self._prompt_start)
         yield from (self._eos, self._idle)
         for slots, _ in self.groups:
-            yield from slots.tensors()
+            yield from slots.host_tensors()
         for layer in self.layers:
             yield from layer.host_tensors()
 
@@ -377,19 +381,35 @@ class PolicyCache(Cache, SteppedCache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: what was dropped can't be brought back, so assisted decoding is refused."""
-        return False
+        """Whether ``crop`` works; transformers refuses assisted decoding where it does not."""
+        return self.keeps_everything
 
+    @bookkeeping
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: rows may be gone.
+        """Takes back the last columns, as assisted decoding needs.
+
+        Args:
+            tokens_to_remove: How many, as a negative number; 0 does nothing.
 
         Raises:
-            ValueError: Always.
+            ValueError: If the number is positive, too large, or rows may have been dropped.
         """
-        raise ValueError(
-            f"{type(self).__name__} can't be cropped, so it can't serve assisted decoding: "
-            "use the 'full' cache for that"
-        )
+        if not self.keeps_everything:
+            raise ValueError(
+                f"the '{self.name}' cache drops or moves rows, so it can't be cropped and can't "
+                "serve assisted decoding: use the 'full' cache for that"
+            )
+        seen = self._seen + tokens_to_remove
+        if tokens_to_remove > 0 or seen < 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give minus the number of columns to remove, "
+                f"at most {self._seen}"
+            )
+        removed = (self._kinds[:, seen : self._seen] == _STORED).sum(1)
+        for slots, _ in self.groups:
+            slots.count = slots.count - removed
+        self._lengths = self._lengths - removed
+        self._seen = seen
 
     @bookkeeping
     def reset(self) -> None:

@@ -16,13 +16,9 @@ class FullCache(PolicyCache):
     """
 
     name = "full"
+    keeps_everything = True
 
     def __init__(self, model: Any) -> None:
         shape, slots = ModelShape.of(model), Slots()
         layers = [PolicyLayer(number, slots, ResidentSet()) for number in range(shape.layers)]
         super().__init__(shape, layers, Traffic())
-
-    @property
-    def is_croppable(self) -> bool:
-        """True: nothing is ever dropped."""
-        return True

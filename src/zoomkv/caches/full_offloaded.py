@@ -21,6 +21,7 @@ class FullOffloadedCache(PolicyCache):
     """
 
     name = "full_offloaded"
+    keeps_everything = True
 
     def __init__(self, model: Any, host_precision: str = "auto") -> None:
         check_precision(host_precision)

@@ -35,6 +35,17 @@ class Moves:
     length: int
     """Slots in use afterwards, maximum over the batch rows."""
 
+    def on(self, device: torch.device) -> "Moves":
+        """The same with the indexes on a device, so that they are copied there once."""
+        batch, position = self.fetch_from
+        return Moves(
+            _index_on(self.source, device),
+            _index_on(self.target, device),
+            (batch.to(device), position.to(device)),
+            _index_on(self.fetch_to, device),
+            self.length,
+        )
+
 
 class Slots:
     """Positions of the rows that one or more layers store.
@@ -45,6 +56,7 @@ class Slots:
     Attributes:
         positions: ``[B, heads, C]``, meaningful in slots below ``count``.
         count: Rows stored, ``[B]``, CPU; the same for all heads.
+        ceiling: Most slots that slack may reach; None: no limit.
     """
 
     positions: Tensor
@@ -54,8 +66,20 @@ class Slots:
         self.heads = heads
         self.start(0, torch.device("cpu"))
 
+    @property
+    def on_device(self) -> bool:
+        """Whether ``positions`` lives on the model's device: only an index for every head does."""
+        return self.heads > 1
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Device bytes that index one row of one head."""
+        return self.positions.element_size() if self.on_device else 0
+
     def start(self, batch: int, device: torch.device) -> None:
-        """Begins anew, with nothing stored; positions live on ``device``."""
+        """Begins anew, with nothing stored, for a model on ``device``."""
+        device = device if self.on_device else torch.device("cpu")
+        self.ceiling: int | None = None
         self.count = torch.zeros(batch, dtype=torch.int64)
         self.positions = torch.zeros(batch, self.heads, 0, dtype=torch.int32, device=device)
 
@@ -170,18 +194,32 @@ class Slots:
         if self.positions.shape[2] > length:
             self.positions = self.positions[:, :, :length].clone()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Count and positions."""
-        yield from (self.count, self.positions)
+    def device_tensors(self) -> Iterator[Tensor]:
+        """What lies on the device."""
+        if self.on_device:
+            yield self.positions
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """What lies on the host."""
+        yield self.count
+        if not self.on_device:
+            yield self.positions
 
     def _index(self, mask: Tensor) -> Index:  # bool [B, heads, T]
         batch, head, slot = mask.nonzero(as_tuple=True)
         return (batch, slice(None) if self.heads == 1 else head, slot)
 
     def _reserve(self, length: int) -> None:
-        if (more := length - self.positions.shape[2]) > 0:
-            more += -length % _GROWTH
-            self.positions = F.pad(self.positions, (0, more))
+        capacity = self.positions.shape[2]
+        if length > capacity:
+            wanted = -(-length // _GROWTH) * _GROWTH
+            if self.ceiling is not None:
+                wanted = max(length, min(wanted, self.ceiling))
+            self.positions = F.pad(self.positions, (0, wanted - capacity))
+
+
+def _index_on(index: Index, device: torch.device) -> Index:
+    return tuple(part.to(device) if isinstance(part, Tensor) else part for part in index)
 
 
 def _pair(mask: Tensor) -> tuple[Tensor, Tensor]:  # bool [B, T]

@@ -86,7 +86,7 @@ class DeviceRows:
     def fit(self, length: int, slack: int = 0) -> None:
         """Gives memory back when more than ``slack`` rows beyond ``length`` lie idle."""
         if self.capacity > length + slack:
-            self._resize(length)
+            self._resize(length + slack // 2)
 
     def write(self, place: Placement, keys: Tensor, values: Tensor) -> None:  # [B, Hkv, Q, D]
         """Stores the rows of one forward."""

@@ -1,0 +1,54 @@
+"""How many rows a cache may hold: a number, or a share of the full cache."""
+
+from dataclasses import dataclass
+
+_SHARE_STEP = 32  # a share grows with the sequence; buffers follow in steps of this many rows
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on the device bytes of a cache, in row equivalents.
+
+    One row is what one KV head of one layer stores of one token of one batch row.
+    """
+
+    value: int | float
+
+    @classmethod
+    def parse(cls, value: int | float, smallest: int = 1) -> "Budget":
+        """Checks a budget as users give it.
+
+        Args:
+            value: Rows (an int), or a share of full KV in (0, 1] (a float).
+            smallest: Rows that the policy needs at least; a share that comes to less is raised.
+
+        Raises:
+            ValueError: If it is out of range.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"budget={value!r}: give a number of rows or a share in (0, 1]")
+        if isinstance(value, float) and not 0 < value <= 1:
+            raise ValueError(
+                f"budget={value}: a share of full KV lies in (0, 1]; give rows as a whole number"
+            )
+        if isinstance(value, int) and value < smallest:
+            raise ValueError(f"budget={value}: this policy needs at least {smallest} rows")
+        return cls(value)
+
+    def rows(self, full: int) -> int:
+        """Rows allowed when the full cache holds ``full``."""
+        if isinstance(self.value, int):
+            return self.value
+        rows = int(self.value * full)
+        return rows if rows < 2 * _SHARE_STEP else rows // _SHARE_STEP * _SHARE_STEP
+
+
+def check_at_least(option: str, value: int, smallest: int) -> int:
+    """Returns the value of an integer option.
+
+    Raises:
+        ValueError: If it is not an integer or below ``smallest``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{option}={value!r}: give a whole number of at least {smallest}")
+    return value

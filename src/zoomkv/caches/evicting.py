@@ -1,0 +1,218 @@
+"""Caches that drop rows for good, to stay within a budget.
+
+A policy fills one hook, ``EvictingLayer.score``: how much each stored row is worth. The base
+protects the first and the most recent rows, decides when and how many rows go, and closes the gaps
+in place. Keys keep the positions that they were rotated for.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zoomkv.backbone.protocol import Step
+from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer
+from zoomkv.caches.budget import Budget, check_at_least
+from zoomkv.caches.slots import Moves, Slots
+from zoomkv.caches.tiers import Traffic
+from zoomkv.caches.working_sets import ResidentSet
+
+
+class EvictingLayer(PolicyLayer):
+    """One layer of an evicting cache.
+
+    Args:
+        number: Of the layer.
+        slots: ``Slots(kv_heads)`` of its own, or one ``Slots()`` shared by all layers, if the
+            policy keeps the same rows everywhere; then the first layer's scores decide.
+    """
+
+    side_bytes: ClassVar[int] = 0
+    """Bytes that a policy keeps on the device for each stored row and KV head besides K and V."""
+
+    def __init__(self, number: int, slots: Slots) -> None:
+        super().__init__(number, slots, ResidentSet())
+
+    def score(
+        self,
+        keys: Tensor,  # [B, Hkv, T, D]
+        values: Tensor,  # [B, Hkv, T, D]
+        positions: Tensor,  # [B, heads of the slots, T]
+    ) -> Tensor:  # [B, heads of the slots, T]
+        """What each stored row is worth; the lowest go first, of equal ones the oldest.
+
+        Rows stand in any order. Entries beyond a batch row's own count are ignored, and so are
+        those of protected rows.
+        """
+        raise NotImplementedError
+
+    def observe(self, query: Tensor) -> None:  # [B, H, 1, D]
+        """The query of a decode step, if the cache ``wants_queries``."""
+
+    def moved(self, moves: Moves) -> None:
+        """Rows changed their slots: a policy with state for each row moves that too."""
+
+    def row_bytes(self) -> int:
+        """Device bytes of K and V of one row."""
+        rows = self.working_set.rows  # type: ignore[union-attr]
+        assert rows is not None
+        return sum(t.shape[3] * t.element_size() for t in rows.tensors())
+
+
+class EvictingCache(PolicyCache):
+    """Base of the caches that drop rows.
+
+    Args:
+        shape: Of the model.
+        layers: One for each layer of the model.
+        budget: Rows, or a share of full KV; bounds all device bytes in row equivalents.
+        prefix: Tokens at the start of each row that are never dropped; None: its whole prompt.
+        recent: Newest tokens that are never dropped.
+        interval: Rows that are dropped at once, when the budget is full.
+        count_prefix: Whether the prefix counts within the budget.
+
+    Raises:
+        ValueError: If the budget can't hold what is protected.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layers: Sequence[EvictingLayer],
+        budget: int | float,
+        *,
+        prefix: int | None,
+        recent: int,
+        interval: int = 1,
+        count_prefix: bool = True,
+    ) -> None:
+        check_at_least("recent", recent, 0)
+        check_at_least("interval", interval, 1)
+        counted = prefix or 0 if count_prefix else 0
+        self._smallest = counted + recent + interval
+        self._budget = Budget.parse(budget, self._smallest)
+        self._prefix = prefix
+        self._recent = recent
+        self._interval = interval
+        self._count_prefix = count_prefix
+        self.evicted = 0
+        """Rows dropped so far, summed over the batch, of one layer."""
+        super().__init__(shape, layers, Traffic())
+
+    def prompt_started(self, first: bool) -> None:
+        """See ``PolicyCache``: until the prompt is read, nothing is bounded."""
+        for slots, layers in self.groups:
+            self._set_ceiling(slots, layers, None)
+
+    def prompt_read(self, added: Tensor) -> None:
+        """See ``PolicyCache``."""
+        if bool((self._lengths == added).all()):
+            self._prompt = self._lengths
+        self._keep_budget(room=0)
+
+    def prepare(self, step: Step) -> None:
+        """See ``PolicyCache``."""
+        self._keep_budget(room=1)
+
+    def decoded(self, step: Step, hidden: Tensor) -> None:
+        """See ``PolicyCache``."""
+        if step.queries:
+            for layer, query in zip(self.layers, step.queries, strict=True):
+                layer.observe(query)
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyCache``."""
+        super().select(rows)
+        self._prompt = self._prompt[rows]
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().host_tensors()
+        yield self._prompt
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._prompt = torch.zeros(0, dtype=torch.int64)
+        self.evicted = 0
+
+    def _protected_prefix(self) -> Tensor:  # [B]
+        if self._prefix is None:
+            return self._prompt
+        return torch.full_like(self._lengths, self._prefix)
+
+    def _capacity(self, slots: Slots, layer: EvictingLayer) -> int:
+        """Rows that fit the budget, what indexes them included."""
+        rows = max(self._budget.rows(int(self._lengths.max())), self._smallest)
+        prefix = int(self._protected_prefix().max())
+        if not self._count_prefix:
+            rows += prefix
+        row = layer.row_bytes()
+        capacity = rows * row // (row + layer.side_bytes + slots.bytes_per_row)
+        if self._prefix is None and capacity < prefix + self._recent + self._interval:
+            raise ValueError(
+                f"budget={self._budget.value}: {capacity} rows can't hold the prompt of {prefix} "
+                f"tokens and {self._recent + self._interval} more; raise it, or do not count it"
+            )
+        return capacity
+
+    def _keep_budget(self, room: int) -> None:
+        """Drops rows until ``room`` more fit, in every layer."""
+        for slots, layers in self.groups:
+            capacity = self._capacity(slots, layers[0])
+            over = slots.count + room > capacity
+            if bool(over.any()):
+                target = capacity - self._interval if room else capacity
+                drop = torch.where(over, slots.count - target, 0)
+                self._evict(slots, layers, drop)
+            self._set_ceiling(slots, layers, capacity)
+
+    def _evict(self, slots: Slots, layers: Sequence[EvictingLayer], drop: Tensor) -> None:  # [B]
+        keys, values = layers[0].stored()
+        device = keys.device
+        positions = slots.positions[:, :, : slots.length]
+        # Under autocast even a product of fp32 tensors is half precise.
+        with torch.autocast(device.type, enabled=False):
+            score = layers[0].score(keys, values, positions).to(positions.device)
+        keep = ~_lowest(score, positions, self._droppable(slots, positions), drop)
+        with self.moving():
+            moves = slots.change(keep)
+            there = moves.on(device)
+            for layer in layers:
+                layer.working_set.move(there.source, there.target)
+                layer.moved(there)
+        if slots is self.groups[0][0]:
+            self.evicted += int(drop.sum())
+
+    def _droppable(self, slots: Slots, positions: Tensor) -> Tensor:  # bool, as positions
+        first = self._protected_prefix().to(positions.device)[:, None, None]
+        last = (self._lengths - self._recent).to(positions.device)[:, None, None]
+        return (positions >= first) & (positions < last) & slots.valid()
+
+    def _set_ceiling(
+        self, slots: Slots, layers: Sequence[EvictingLayer], capacity: int | None
+    ) -> None:
+        if slots.ceiling == capacity:
+            return
+        slots.ceiling = capacity
+        for layer in layers:
+            layer.working_set.ceiling = capacity  # type: ignore[union-attr]
+        if capacity is not None:
+            slots.fit(capacity)
+            for layer in layers:
+                layer.working_set.fit(capacity)
+
+
+def _lowest(
+    score: Tensor,  # [B, heads, T]
+    positions: Tensor,  # [B, heads, T]
+    droppable: Tensor,  # bool [B, heads, T]
+    drop: Tensor,  # [B]
+) -> Tensor:  # bool [B, heads, T]
+    """Marks, in each batch row and head, the ``drop`` droppable slots of lowest score."""
+    by_age = positions.argsort(dim=-1)
+    score = score.masked_fill(~droppable, torch.inf if score.is_floating_point() else 2**31 - 1)
+    order = by_age.gather(-1, score.gather(-1, by_age).argsort(dim=-1, stable=True))
+    rank = torch.arange(score.shape[-1], device=score.device)
+    lowest = (rank < drop.to(score.device)[:, None, None]).expand_as(order)
+    return torch.zeros_like(droppable).scatter(-1, order, lowest)

@@ -1,0 +1,105 @@
+"""Policies by name. Listing them imports none of them.
+
+To add one: write its file, add a line to ``POLICIES``, add a row to the case table of the tests.
+"""
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+POLICIES: dict[str, str] = {
+    "full": "zoomkv.caches.full:FullCache",
+    "full_offloaded": "zoomkv.caches.full_offloaded:FullOffloadedCache",
+    "streaming_llm": "zoomkv.caches.streaming_llm:StreamingLLMCache",
+    "sumr": "zoomkv.caches.sumr:SumRCache",
+    "zoomr": "zoomkv.caches.zoomr:ZoomRCache",
+}
+"""Name of each policy and where its class is, as ``module:Class``."""
+
+_FROM_MODEL = ("tokenizer", "delimiters")
+
+
+def names() -> list[str]:
+    """The registered policies, sorted."""
+    return sorted(POLICIES)
+
+
+def register(name: str, target: str) -> None:
+    """Adds a policy of your own.
+
+    Args:
+        name: Under which ``make_cache`` finds it.
+        target: ``module:Class``; the class takes the model first, then its options by name.
+
+    Raises:
+        ValueError: If the name is taken or the target malformed.
+    """
+    if name in POLICIES:
+        raise ValueError(f"policy '{name}' is registered already, as {POLICIES[name]}")
+    if target.count(":") != 1:
+        raise ValueError(f"policy '{name}': target '{target}' is not of the form module:Class")
+    POLICIES[name] = target
+
+
+def policy_class(name: str) -> Any:
+    """The class of a policy.
+
+    Raises:
+        ValueError: If there is none of that name; says which one may be meant.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy '{name}'{_hint(name, POLICIES)}")
+    module, _, attribute = POLICIES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a policy and their defaults; required ones have ``inspect.Parameter.empty``."""
+    parameters = list(inspect.signature(policy_class(name)).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.name not in _FROM_MODEL}
+
+
+def make_cache(
+    name: str, model: Any, tokenizer: Any = None, delimiters: Any = None, **options: Any
+) -> Any:
+    """A new, empty cache for an attached model.
+
+    Args:
+        name: One of ``names()``.
+        model: The causal LM that will use it; the cache does not keep it.
+        tokenizer: For policies that look for sentence ends or summaries; by default the one that
+            the model was loaded or attached with.
+        delimiters: What begins and ends a summary; by default the tokenizer's special tokens.
+        **options: The policy's own options.
+
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: Unknown policy, unknown option, or a value out of range.
+    """
+    cls = policy_class(name)
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"policy '{name}' has no option '{option}'{_hint(option, known)}")
+    accepted = inspect.signature(cls).parameters
+    if "tokenizer" in accepted:
+        from zoomkv.backbone.attach import attached_tokenizer
+
+        options["tokenizer"] = attached_tokenizer(model) if tokenizer is None else tokenizer
+    if "delimiters" in accepted:
+        options["delimiters"] = delimiters
+    try:
+        return cls(model, **options)
+    except ValueError as error:
+        raise ValueError(f"policy '{name}': {error}") from error
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = f"there are: {', '.join(known)}" if known else "it has none"
+    return f": did you mean '{near[0]}'? ({listed})" if near else f"; {listed}"
