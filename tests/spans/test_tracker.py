@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoomkv.spans.thoughts import Delimiters, parse
@@ -24,8 +24,15 @@ KINDS = {
     "spellings": Delimiters((1, 2), (2, 1), ((7, 1, 2), (8,)), ((9,), (0, 2, 1)), blank=(7,)),
 }
 kinds = st.sampled_from(sorted(KINDS))
-# Few different ids, so that delimiters come often and in every order.
-streams = st.lists(st.sampled_from([0, 1, 2, 3, 6, 7, 8, 9, 1, 2, 8, 9]), max_size=30)
+
+
+def streams(kind: str) -> st.SearchStrategy[list[int]]:
+    """Ids in which the delimiters of a kind, whole and in pieces, come often and in every order."""
+    delimiters = KINDS[kind]
+    pieces = [*delimiters.begins, *delimiters.ends, *((i,) for i in (0, 1, 2, 3, BREAK, 7, 8, 9))]
+    return st.lists(st.sampled_from(pieces), max_size=20).map(
+        lambda p: [i for ids in p for i in ids]
+    )
 
 
 class Alone:
@@ -35,6 +42,7 @@ class Alone:
         self.delimiters, self.prompt = delimiters, prompt
         self.ids: list[int] = []
         self.since = self.updates = 0
+        self.given = 0  # of the ids, those of a later prompt
 
     def segments(self) -> list[tuple[int, ...]]:
         found = (s for s in parse(self.ids, self.delimiters, CAP) if s.closed)
@@ -81,6 +89,20 @@ def check(tracker: ThoughtTracker, row: int, alone: Alone) -> None:
     assert int(tracker.position[row]) == alone.prompt + len(alone.ids)
 
 
+def check_interval(tracker: ThoughtTracker, rows: list[Alone]) -> None:
+    updates = sum(row.updates for row in rows)
+    tokens = sum(len(row.ids) - row.given for row in rows)
+    if updates:
+        assert tracker.mean_interval() == pytest.approx(tokens / updates)
+    else:
+        assert math.isnan(tracker.mean_interval())
+
+
+def tensors(tracker: ThoughtTracker) -> dict[str, torch.Tensor]:
+    everything = vars(tracker) | vars(tracker.table)
+    return {name: x for name, x in everything.items() if isinstance(x, torch.Tensor)}
+
+
 def column_of(batch: list[list[int]], at: int) -> list[int | None]:
     return [ids[at] if at < len(ids) else None for ids in batch]
 
@@ -96,54 +118,63 @@ def drive(tracker: ThoughtTracker, rows: list[Alone], batch: list[list[int]]) ->
             check(tracker, row, rows[row])
 
 
-@given(kinds, st.lists(st.tuples(st.integers(0, 4), streams), min_size=1, max_size=3))
-def test_equals_the_parser(kind: str, batch: list[tuple[int, list[int]]]) -> None:
-    prompts, ids = [p for p, _ in batch], [i for _, i in batch]
+@settings(max_examples=300)
+@given(kinds, st.lists(st.integers(0, 4), min_size=1, max_size=3), st.data())
+def test_equals_the_parser(kind: str, prompts: list[int], data: st.DataObject) -> None:
+    ids = [data.draw(streams(kind)) for _ in prompts]
     rows = [Alone(KINDS[kind], p) for p in prompts]
     tracker = tracker_of(KINDS[kind], prompts)
     drive(tracker, rows, ids)
-    updates = sum(r.updates for r in rows)
-    tokens = sum(map(len, ids))
-    if updates:
-        assert tracker.mean_interval() == pytest.approx(tokens / updates)
-    else:
-        assert math.isnan(tracker.mean_interval())
+    check_interval(tracker, rows)
 
 
-@given(kinds, st.lists(streams, min_size=2, max_size=3), st.data())
-def test_rows_move_with_all_they_have(kind: str, batch: list[list[int]], data) -> None:
+@given(kinds, st.lists(st.integers(0, 4), min_size=2, max_size=3), st.data())
+def test_rows_move_with_all_they_have(kind: str, prompts: list[int], data: st.DataObject) -> None:
     delimiters = KINDS[kind]
-    rows = [Alone(delimiters, 2) for _ in batch]
-    tracker = tracker_of(delimiters, [2] * len(batch))
-    drive(tracker, rows, batch)
+    rows = [Alone(delimiters, prompt) for prompt in prompts]
+    tracker = tracker_of(delimiters, prompts)
+    drive(tracker, rows, [data.draw(streams(kind)) for _ in prompts])
     untouched, original = copy.deepcopy(tracker), copy.deepcopy(rows)
-    order = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=3))
+    order = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=3))
     tracker.index_select(torch.tensor(order))
     tracker.repeat_interleave(2)
     moved = [copy.deepcopy(rows[i]) for i in order for _ in range(2)]
-    drive(tracker, moved, [data.draw(streams) for _ in moved])
+    drive(tracker, moved, [data.draw(streams(kind)) for _ in moved])
+    check_interval(tracker, moved)
     for row, alone in enumerate(original):
         check(untouched, row, alone)
 
 
-@given(st.sampled_from(["special", "textual"]), streams, st.integers(0, 7), streams)
-def test_later_prompt_is_text(kind: str, first: list[int], prompt: int, then: list[int]) -> None:
+@given(st.sampled_from(["special", "textual"]), st.integers(0, 7), st.data())
+def test_later_prompt_is_text(kind: str, prompt: int, data: st.DataObject) -> None:
     """It counts as so many tokens that delimit nothing and break off an unfinished summary."""
+    first, then = data.draw(streams(kind)), data.draw(streams(kind))
     rows = [Alone(KINDS[kind], 3), Alone(KINDS[kind], 3)]
     tracker = tracker_of(KINDS[kind], [3, 3])
     drive(tracker, rows, [first, first])
     tracker.extend(torch.tensor([prompt, 0]))
     rows[0].ids += [BREAK] * prompt
     rows[0].since += prompt
+    rows[0].given += prompt
     drive(tracker, rows, [then, then])
+    check_interval(tracker, rows)
 
     none = torch.zeros(2, int(tracker.table.count.max()), dtype=torch.bool)
     start = torch.tensor([3, 3])
     mask = tracker.table.readable(none, none, tracker.position, start, window=0)
     assert mask[0, 3 + len(first) : 3 + len(first) + prompt].all()
-    assert math.isnan(tracker.mean_interval()) or tracker.mean_interval() == pytest.approx(
-        2 * len(first + then) / sum(row.updates for row in rows)
-    )
+
+
+def test_later_prompt_stays_readable_in_a_summarised_paragraph() -> None:
+    tracker = tracker_of(KINDS["special"], [1])
+    step(tracker, [0])
+    tracker.extend(torch.tensor([2]))
+    for token in (8, 1, 9):
+        step(tracker, [token])
+    unread = torch.zeros(1, 1, dtype=torch.bool)
+    assert segments_of(tracker, 0) == [(1, 4, 5, 6, 7)]
+    mask = tracker.table.readable(unread, unread, tracker.position, torch.tensor([1]), window=0)
+    assert mask.nonzero()[:, 1].tolist() == [0, 2, 3]
 
 
 def test_late_boundary_is_forced_after_a_long_prompt() -> None:
@@ -158,11 +189,11 @@ def test_finished_row_is_frozen_inside_a_summary() -> None:
     tracker = tracker_of(KINDS["special"], [2])
     for token in (0, 8, 1):
         step(tracker, [token])
-    before = copy.deepcopy(vars(tracker.table))
+    before = copy.deepcopy(tensors(tracker))
     for token in (9, 9, 8, 3, 9):
         events = tracker.advance(torch.tensor([token]), torch.tensor([False]))
         assert not events.closed.any() and not events.boundary.any()
-    assert all(torch.equal(before[name], now) for name, now in vars(tracker.table).items())
+    assert all(torch.equal(before[name], now) for name, now in tensors(tracker).items())
     none = torch.zeros(1, 0, dtype=torch.bool)
     mask = tracker.table.readable(none, none, tracker.position, torch.tensor([2]), window=0)
     assert mask.all() and mask.shape == (1, 5)

@@ -11,7 +11,7 @@ class SegmentTable:
 
     Segment i of a row is a paragraph R_i ``[regular_start, regular_end)`` directly followed by
     its summary S_i ``[summary_start, summary_end)``; the interior is S_i without delimiters.
-    Entries from ``count`` on are meaningless. All tensors are int64 on the CPU.
+    Entries from ``count`` on are empty ranges. All tensors are int64 on the CPU.
 
     Attributes:
         count: Closed segments ``[B]``.
@@ -107,7 +107,6 @@ class SegmentTable:
         """
         size = zoomed.shape[1]
         start, middle, _, _, end = self._bounds[:, :, :size]
-        exists = torch.arange(size) < self.count[:, None]
         as_summary = summarised | (zoomed & (start == middle))
         zero = torch.zeros_like(length)
         open_start = self.open_start
@@ -119,14 +118,13 @@ class SegmentTable:
         starts = torch.cat([start, middle, self._pinned[0], tails], dim=1)
         ends = torch.cat([middle, end, self._pinned[1], tail_ends], dim=1)
         always = torch.ones(len(length), starts.shape[1] - 2 * size, dtype=torch.bool)
-        chosen = torch.cat([zoomed & exists, as_summary & exists, always], dim=1)
+        chosen = torch.cat([zoomed, as_summary, always], dim=1).int()
 
         # Ranges may overlap: +1 at each start, -1 at each end, readable where the sum is positive.
         total = int(length.max())
-        weight = (chosen & (starts < ends)).int()
         depth = torch.zeros(len(length), total + 1, dtype=torch.int32)
-        depth.scatter_add_(1, starts.clamp(max=total), weight)
-        depth.scatter_add_(1, ends.clamp(max=total), -weight)
+        depth.scatter_add_(1, starts.clamp(max=total), chosen)
+        depth.scatter_add_(1, ends.clamp(max=total), -chosen)
         return (depth.cumsum(1)[:, :total] > 0) & (torch.arange(total) < length[:, None])
 
     def index_select(self, rows: Tensor) -> None:  # [B']
