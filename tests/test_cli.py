@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import ArgumentError
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -112,6 +113,7 @@ def test_wrong_usage_is_one_line(capsys, words, message):
         (ValueError("in.jsonl:3: no\n\n  problem"), 2, "zoomkv: in.jsonl:3: no problem"),
         (json.JSONDecodeError("bad", "x", 0), 2, "zoomkv: bad: line 1 column 1 (char 0)"),
         (OSError(28, "No space left", "out"), 2, "zoomkv: [Errno 28] No space left: 'out'"),
+        (ArgumentError(None, "no such option"), 2, "zoomkv: no such option"),
         (RuntimeError("boom"), 1, "zoomkv: RuntimeError: boom (--debug shows where)"),
         (KeyError("x"), 1, "zoomkv: KeyError: 'x' (--debug shows where)"),
         (KeyboardInterrupt(), 130, "zoomkv: interrupted"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from argparse import ArgumentError
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, ValueError | OSError):
+        if isinstance(error, ValueError | OSError | ArgumentError):
             return _fail(str(error), 2)
         return _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1)
 
