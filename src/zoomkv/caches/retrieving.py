@@ -1,0 +1,177 @@
+"""Caches that keep every row on the host and read some of them.
+
+A policy says which positions are readable (``RetrievingCache.read_only``). The base archives each
+row, drops from the working sets what is not readable and fetches what is missing: rows that stay
+don't move between the tiers.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer
+from zoomkv.caches.codecs import check_precision
+from zoomkv.caches.slots import Moves, Slots
+from zoomkv.caches.tiers import HostRows, Traffic, make_row_codec, settle
+from zoomkv.caches.working_sets import DoubleBuffer, ResidentSet, StreamedSet, WorkingSet
+
+Residency = Literal["resident", "streamed"]
+
+_SLACK = 64  # rows of a working set that may lie idle after a change
+
+
+class RetrievingLayer(PolicyLayer):
+    """One layer: a working set, and an archive of all rows in the order of their positions."""
+
+    def __init__(
+        self, number: int, slots: Slots, working_set: WorkingSet, precision: str, traffic: Traffic
+    ) -> None:
+        super().__init__(number, slots, working_set)
+        self._precision = precision
+        self._traffic = traffic
+        self._archive: HostRows | None = None
+
+    @property
+    def archive(self) -> HostRows:
+        """Everything that the layer has stored."""
+        assert self._archive is not None
+        return self._archive
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See ``PolicyLayer``."""
+        codec = make_row_codec(self._precision, key_states, value_states)
+        self._archive = HostRows(key_states, value_states, codec, self._traffic)
+        super().lazy_initialization(key_states, value_states)
+
+    def reset(self) -> None:
+        """See ``PolicyLayer``."""
+        super().reset()
+        self._archive = None
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyLayer``."""
+        super().select(rows)
+        if self._archive is not None:
+            self._archive.select(rows)
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyLayer``."""
+        yield from super().host_tensors()
+        if self._archive is not None:
+            yield from self._archive.tensors()
+
+
+class RetrievingCache(PolicyCache):
+    """Base of the caches that lose nothing.
+
+    Args:
+        shape: Of the model.
+        residency: ``resident`` keeps each layer's working set on the device; ``streamed`` keeps
+            it on the host and brings it to the device in every forward, two layers at a time.
+        host_precision: ``auto`` archives rows as they are; ``int8`` and ``nf4`` quantise them.
+
+    Raises:
+        ValueError: Unknown residency or precision.
+    """
+
+    def __init__(self, shape: ModelShape, residency: str, host_precision: str) -> None:
+        check_precision(host_precision)
+        if residency not in get_args(Residency):
+            raise ValueError(
+                f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
+            )
+        slots, traffic = Slots(), Traffic()
+        self._window = DoubleBuffer() if residency == "streamed" else None
+        sets: list[WorkingSet] = [
+            ResidentSet()
+            if self._window is None
+            else StreamedSet(self._window, number, host_precision, traffic)
+            for number in range(shape.layers)
+        ]
+        layers = [
+            RetrievingLayer(number, slots, working_set, host_precision, traffic)
+            for number, working_set in enumerate(sets)
+        ]
+        self._archived = torch.zeros(0, dtype=torch.int64)
+        super().__init__(shape, layers, traffic)
+
+    @property
+    def slots(self) -> Slots:
+        """The one index: all layers and heads read the same positions."""
+        return self.groups[0][0]
+
+    def archive_rows(self) -> None:
+        """Writes to the host what it does not have yet."""
+        pending = self._lengths - self._archived  # the last rows of each working set
+        last = self.slots.count
+        slot = torch.arange(self.slots.length)
+        new = (slot >= (last - pending)[:, None]) & (slot < last[:, None])
+        batch, slot = new.nonzero(as_tuple=True)
+        position = self.slots.positions[batch, 0, slot].long()
+        settle(self._device)
+        on = self._set_device()
+        source = (batch.to(on), slice(None), slot.to(on))
+        longest = int(self._lengths.max())
+        for layer in self.layers:
+            layer.archive.reserve(longest)
+            parts = layer.working_set.export(source, layer.archive)
+            layer.archive.put((batch, slice(None), position), parts)
+        self._archived = self._lengths
+
+    def read_only(self, readable: Tensor, rows: Tensor) -> int:  # bool [B, T], bool [B]
+        """Makes the working sets of some batch rows hold the readable positions, no others.
+
+        Every stored row must be archived. Takes effect with the next forward.
+
+        Returns:
+            Rows that were fetched, summed over the batch, of one layer.
+        """
+        slots, total = self.slots, readable.shape[1]
+        positions = slots.positions[:, 0, : slots.length].long().clamp(max=total - 1)
+        keep = readable.gather(1, positions) | ~rows[:, None]
+        missing = readable & ~slots.readable(total)[:, 0] & rows[:, None]
+        with self.moving():
+            moves = slots.change(keep[:, None], missing)
+            there = moves.on(self._set_device())
+            for layer in self.layers:
+                self._rearrange(layer, moves, there)
+            if self._window is not None:
+                self._window.fit(moves.length, _SLACK)
+        return len(moves.fetch_from[0])
+
+    def forget_prefetched(self) -> None:
+        """Drops what a broken forward had prefetched."""
+        if self._window is not None:
+            self._window.forget()
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyCache``."""
+        super().select(rows)
+        self._archived = self._archived[rows]
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().host_tensors()
+        yield self._archived
+
+    def _start(self, batch: int, device: torch.device) -> None:
+        super()._start(batch, device)
+        self._archived = torch.zeros(batch, dtype=torch.int64)
+
+    def _set_device(self) -> torch.device:
+        """Where the working sets are indexed."""
+        return self._device if self._window is None else torch.device("cpu")
+
+    @staticmethod
+    def _rearrange(layer: RetrievingLayer, moves: Moves, there: Moves) -> None:
+        working_set = layer.working_set
+        if len(moves.source[0]):  # type: ignore[arg-type]
+            working_set.move(there.source, there.target)
+        batch, position = moves.fetch_from
+        if len(batch):
+            working_set.reserve(moves.length)
+            parts = layer.archive.take((batch, slice(None), position))
+            working_set.admit(there.fetch_to, layer.archive, parts)
+        working_set.fit(moves.length, _SLACK)
