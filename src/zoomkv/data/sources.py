@@ -1,0 +1,100 @@
+"""Where training traces come from: procedures and files behind one small interface."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from zoomkv.data.ledger import LedgerShape, ledgers, score_ledger
+from zoomkv.data.traces import ReadReport, Trace, read_traces
+from zoomkv.data.word_problems import word_problems
+
+
+class TraceSource(ABC):
+    """Gives the same traces, in the same order, each time that it is asked."""
+
+    @abstractmethod
+    def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
+        """The traces; ``count_tokens`` measures paragraphs where a thought must still be cut."""
+
+    def is_right(self, trace: Trace, text: str) -> bool:
+        """Whether a generated text ends in the trace's answer (after its last ``Answer:``)."""
+        given = text.rpartition("Answer:")[2].strip().rstrip(".")
+        return trace.answer is not None and "Answer:" in text and given == trace.answer
+
+
+class LedgerSource(TraceSource):
+    """Ledgers: see ``zoomkv.data.ledger``.
+
+    Args:
+        count: How many.
+        seed: Sources with different seeds never share a ledger.
+        steps: Fewest and most steps, 3 to 60.
+        operations: Operations in each step.
+        asked: The operation whose total is asked for.
+        max_operand: Largest number added or subtracted.
+        totals: Smallest and largest running total.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        seed: int = 0,
+        steps: tuple[int, int] = (3, 24),
+        operations: int = 4,
+        asked: int = 3,
+        max_operand: int = 9,
+        totals: tuple[int, int] = (10, 99),
+    ) -> None:
+        self.count, self.seed = count, seed
+        self.shape = LedgerShape(
+            tuple(steps), operations, asked, max_operand, tuple(totals)  # type: ignore[arg-type]
+        )
+
+    def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
+        return ledgers(self.count, self.seed, self.shape)
+
+    def is_right(self, trace: Trace, text: str) -> bool:
+        assert trace.answer is not None
+        return score_ledger(trace.problem, trace.answer, text).right
+
+
+class WordProblemSource(TraceSource):
+    """Word problems in a row: see ``zoomkv.data.word_problems``.
+
+    Args:
+        count: How many traces.
+        seed: Sources with different seeds never share a trace.
+        problems: Fewest and most problems in one trace.
+    """
+
+    def __init__(self, count: int, seed: int = 0, problems: tuple[int, int] = (3, 8)) -> None:
+        self.count, self.seed, self.problems = count, seed, tuple(problems)
+
+    def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
+        return word_problems(self.count, self.seed, self.problems)  # type: ignore[arg-type]
+
+
+class FileSource(TraceSource):
+    """Traces from JSONL or Parquet files, a folder of them, or a data set on the hub.
+
+    Args:
+        path: File, folder or hub id; our own layout or that of Bespoke-Stratos.
+        skip_bad: Leave out (and count) rows that are no trace, instead of stopping at the first.
+        limit: At most so many traces.
+    """
+
+    def __init__(self, path: str, skip_bad: bool = False, limit: int | None = None) -> None:
+        self.path, self.skip_bad, self.limit = path, skip_bad, limit
+
+    def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
+        report = ReadReport()
+        on_bad = "skip" if self.skip_bad else "error"
+        found = read_traces(self.path, on_bad, report=report, count_tokens=count_tokens)  # type: ignore[arg-type]
+        for index, trace in enumerate(found):
+            if index == self.limit:
+                break
+            yield trace
+        if report.dropped:
+            print(f"{self.path}: {report}", file=sys.stderr)
