@@ -1,0 +1,144 @@
+"""``zoomkv generate CHECKPOINT_OR_BASE --policy NAME [--prompt TEXT | --file F | -]``"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoomkv.cli.parser import Parser, positive_int
+
+if TYPE_CHECKING:
+    from zoomkv.generation import Stats
+
+MIB = 1024 * 1024
+
+
+def main(argv: Sequence[str]) -> None:
+    """Streams one answer to stdout, and what it cost to stderr."""
+    arguments = _parser().parse_args(argv[1:])
+    options = dict(map(_option, arguments.option))
+    if arguments.budget is not None:
+        options["budget"] = ast.literal_eval(arguments.budget)
+    prompt = _prompt(arguments)
+    import torch
+
+    from zoomkv.caches.registry import policy_class
+    from zoomkv.generation import Generator, load
+
+    policy_class(arguments.policy)  # a wrong name is told before the model is loaded
+    model, tokenizer = load(
+        arguments.model, arguments.precision, arguments.device, base=arguments.base
+    )
+    generator = Generator(
+        model,
+        tokenizer,
+        arguments.policy,
+        system=arguments.system,
+        textual_summaries=arguments.textual_summaries,
+        **options,
+    )
+    torch.manual_seed(arguments.seed)
+    for piece in generator.stream(prompt, arguments.max_new_tokens, **_sampling(arguments)):
+        print(piece, end="", flush=True)
+    print()
+    if arguments.stats and generator.stats is not None:
+        print(_report(generator.stats), file=sys.stderr)
+
+
+def _parser() -> Parser:
+    parser = Parser("generate", "Streams the answer to a prompt, with any cache policy.")
+    add = parser.add_argument
+    add("model", metavar="CHECKPOINT_OR_BASE", help="an artifact, or a base model's name")
+    add("stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from stdin")
+    add("--prompt", metavar="TEXT", help="the prompt")
+    add("--file", metavar="F", help="a UTF-8 file that holds the prompt")
+    add("--system", metavar="TEXT", help="system prompt, if not the model's own")
+    add("--policy", default="full", metavar="NAME", help="cache policy (%(default)s)")
+    add("--budget", type=_number, metavar="N", help="rows, or a share of the full cache")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the policy, such as window=512; can be repeated",
+    )
+    add(
+        "--textual-summaries",
+        action="store_true",
+        help="ask a model that was not trained for it to summarise each paragraph",
+    )
+    add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="(%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus of sampling (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of sampling (%(default)s)")
+    add("--precision", default="fp32", help="of the base: fp32, bf16, nf4, int8 (%(default)s)")
+    add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
+    add("--base", help="where the artifact's base is now, if it was moved")
+    add("--stats", action="store_true", help="end with speed and memory, on stderr")
+    return parser
+
+
+def _number(text: str) -> str:
+    if not isinstance(_literal(text), int | float):
+        raise ValueError(text)
+    return text
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--option {text}: write NAME=VALUE, such as window=512")
+    return name.replace("-", "_"), {"true": True, "false": False}.get(value, _literal(value))
+
+
+def _prompt(arguments: Namespace) -> str:
+    given = [arguments.prompt, arguments.file, arguments.stdin]
+    if sum(source is not None for source in given) != 1:
+        raise ValueError("give one prompt: --prompt TEXT, --file F, or - to read it from stdin")
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        if arguments.file is not None:
+            return Path(arguments.file).read_text(encoding="utf-8-sig").strip()
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"{arguments.file or 'stdin'} is not UTF-8") from None
+
+
+def _sampling(arguments: Namespace) -> dict[str, Any]:
+    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+        raise ValueError("choose --temperature of at least 0 and --top-p in (0, 1]")
+    if arguments.temperature == 0:
+        return {}
+    return {
+        "do_sample": True,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+    }
+
+
+def _report(stats: Stats) -> str:
+    agreed = "-" if stats.agreeability is None else f"{stats.agreeability:.2f}"
+    figures = {
+        "tokens": f"{stats.tokens}",
+        "tokens a second": f"{stats.tokens_per_second:.1f}",
+        "device KV, mean": f"{stats.device_bytes_mean / MIB:.2f} MiB",
+        "device KV, peak": f"{stats.device_bytes_peak / MIB:.2f} MiB",
+        "host KV": f"{stats.host_bytes / MIB:.2f} MiB",
+        "moved to device": f"{stats.bytes_to_device / MIB:.2f} MiB",
+        "moved to host": f"{stats.bytes_to_host / MIB:.2f} MiB",
+        "rows read, mean": f"{stats.rows_mean:.1f}",
+        "agreeability": agreed,
+    }
+    return "\n".join(f"{name:16} {figure:>12}" for name, figure in figures.items())

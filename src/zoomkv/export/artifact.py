@@ -1,0 +1,144 @@
+"""The artifact: a small folder with all that inference needs besides the base model.
+
+::
+
+    NAME/zoomkv.json    what it is: method, base and its fingerprint, policy, delimiters, figures
+    NAME/adapter/       PEFT adapter with the delimiters' embedding rows (safetensors)
+    NAME/README.md      a model card
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "zoomkv.json"
+ADAPTER = "adapter"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What ``zoomkv.json`` says."""
+
+    method: str
+    """The policy that it was trained for."""
+    base: str
+    """Hub id, folder, GGUF file or ``smollm2-135m``."""
+    fingerprint: dict[str, str | None]
+    """Of the base that it was trained on."""
+    delimiters: dict[str, int]
+    """The summary tokens and their ids, the opening one first."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the policy, where they differ from its defaults."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """How it was trained."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What was measured."""
+    format: int = FORMAT
+    """Version of this layout."""
+
+
+def is_artifact(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder with a ``zoomkv.json``."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def read_artifact(folder: str | os.PathLike[str]) -> Artifact:
+    """The manifest of an artifact.
+
+    Raises:
+        ValueError: The folder is missing, incomplete, broken, or of a newer format.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        artifact = Artifact(**fields)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {folder}: there is no {MANIFEST} in it") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"checkpoint {path}: can't be read ({error}); export it again") from error
+    except TypeError as error:
+        raise ValueError(f"checkpoint {path}: {error}; export it with this version") from error
+    if artifact.format != FORMAT:
+        raise ValueError(
+            f"checkpoint {path}: format {artifact.format}, this version reads {FORMAT}; "
+            "upgrade zoomkv, or export it again"
+        )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / ADAPTER / name).is_file():
+            raise ValueError(f"checkpoint {folder}: {ADAPTER}/{name} is missing; export it again")
+    return artifact
+
+
+def write_artifact(
+    folder: str | os.PathLike[str], artifact: Artifact, save_adapter: Callable[[Path], None]
+) -> None:
+    """Writes an artifact whole or not at all; one that stood there before is replaced.
+
+    Args:
+        folder: The artifact's folder.
+        artifact: Its manifest.
+        save_adapter: Writes the adapter's files into the folder that it is given.
+
+    Raises:
+        OSError: The disk is full or not writable; what stood there before is intact.
+        ValueError: The folder exists and is no artifact.
+    """
+    target = Path(folder)
+    if target.exists() and not is_artifact(target):
+        raise ValueError(f"{target}: exists and is no checkpoint of ours; choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        whole = scratch / "new"
+        save_adapter(whole / ADAPTER)
+        (whole / MANIFEST).write_text(
+            json.dumps(asdict(artifact), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        (whole / "README.md").write_text(_card(target.name, artifact), encoding="utf-8")
+        if target.exists():
+            target.rename(scratch / "old")
+        try:
+            whole.rename(target)
+        except OSError:
+            if (scratch / "old").exists():
+                (scratch / "old").rename(target)
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _card(name: str, artifact: Artifact) -> str:
+    def table(title: str, values: dict[str, Any]) -> list[str]:
+        if not values:
+            return []
+        rows = [f"| {key} | {_shown(value)} |" for key, value in values.items()]
+        return ["", f"## {title}", "", "| | |", "|---|---|", *rows]
+
+    lines = [
+        f"# {name}",
+        "",
+        f"A LoRA adapter and two embedding rows for `{artifact.base}`, exported by ZoomKV for the "
+        f"`{artifact.method}` policy. It holds no base weights.",
+        "",
+        "```python",
+        "import zoomkv",
+        "",
+        f'model, tokenizer = zoomkv.load("checkpoints/{name}")',
+        "```",
+        *table("Training", artifact.training),
+        *table("Figures", artifact.figures),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -1,0 +1,87 @@
+"""From a training checkpoint to an artifact."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoomkv.backbone.adapter import add_adapter, load_trained, save_adapter
+from zoomkv.backbone.delimiters import add_to_tokenizer
+from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
+from zoomkv.backbone.load import load_base
+from zoomkv.export.artifact import Artifact, write_artifact
+from zoomkv.spans.thoughts import BEGIN_OF_SUMMARY, END_OF_SUMMARY
+
+METADATA = "zoomkv"
+"""Key of a training checkpoint under which all that export needs is found."""
+
+
+def export_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Artifact:
+    """Exports a training checkpoint.
+
+    Args:
+        source: A ``.ckpt`` file, or a run's folder: its newest ``last.ckpt`` is taken.
+        target: The artifact's folder.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        ValueError: No checkpoint there, or one that training here did not write, or whose base is
+            another one now.
+        OSError: The artifact can't be written; an older one is intact.
+    """
+    path = find_checkpoint(Path(source))
+    metadata, weights = _read(path)
+    model, tokenizer = load_base(metadata["base"], device="cpu")
+    found = fingerprint(model)
+    if difference := describe_mismatch(metadata["fingerprint"], found):
+        raise ValueError(f"{path}: its base '{metadata['base']}' is another one now: {difference}")
+    ids = add_to_tokenizer(tokenizer)
+    if ids != metadata["delimiter_ids"]:
+        raise ValueError(f"{path}: delimiter ids {metadata['delimiter_ids']} are {ids} now")
+    peft_model = add_adapter(model, tokenizer, ids, **metadata["lora"])
+    load_trained(peft_model, weights)
+    artifact = Artifact(
+        method=metadata["method"],
+        base=metadata["base"],
+        # Taken anew: on a quantised base the training could not digest the linear layers.
+        fingerprint=found,
+        delimiters=dict(zip((BEGIN_OF_SUMMARY, END_OF_SUMMARY), ids, strict=True)),
+        training={
+            "steps": metadata["steps"],
+            "base precision": metadata["precision"],
+            "lora": metadata["lora"],
+        },
+        figures=metadata["metrics"],
+    )
+    write_artifact(target, artifact, partial(save_adapter, peft_model))
+    return artifact
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint file that ``source`` names or, as a run's folder, holds."""
+    if source.is_dir():
+        found = sorted(source.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise ValueError(f"{source}: there is no last.ckpt in this run; name a .ckpt file")
+        return found[-1]
+    if not source.is_file():
+        raise ValueError(f"{source}: there is no such checkpoint or run")
+    return source
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen kinds for a broken file
+        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error
+    if not isinstance(checkpoint, dict) or METADATA not in checkpoint:
+        raise ValueError(f"{path}: not a checkpoint of zoomkv fit")
+    prefix = "model."
+    state = checkpoint["state_dict"]
+    return checkpoint[METADATA], {name.removeprefix(prefix): state[name] for name in state}
