@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv[1:])
     options = dict(map(_option, arguments.option))
     if arguments.budget is not None:
-        options["budget"] = ast.literal_eval(arguments.budget)
+        options["budget"] = arguments.budget
     prompt = _prompt(arguments)
     import torch
 
@@ -82,15 +82,16 @@ def _parser() -> Parser:
     return parser
 
 
-def _number(text: str) -> str:
-    if not isinstance(_literal(text), int | float):
-        raise ValueError(text)
-    return text
+def _number(text: str) -> int | float:
+    number = _literal(text)
+    if not isinstance(number, int | float):
+        raise ArgumentTypeError(f"{text!r} is not a number")
+    return number
 
 
 def _literal(text: str) -> Any:
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
 
@@ -99,7 +100,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign:
         raise ValueError(f"--option {text}: write NAME=VALUE, such as window=512")
-    return name.replace("-", "_"), {"true": True, "false": False}.get(value, _literal(value))
+    return name.replace("-", "_"), _literal(value)
 
 
 def _prompt(arguments: Namespace) -> str:

@@ -1,0 +1,117 @@
+"""``zoomkv generate`` on a tiny model: what it streams, what it reports, what it refuses."""
+
+import io
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from zoomkv.cli import main
+from zoomkv.generation import Generator, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model on disk, with a tokenizer of single letters."""
+    from tests.conftest import make_tiny
+
+    letters = ["<pad>", "<end>", "<unk>", *map(chr, range(32, 127))]
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}{% endfor %}:",
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def answer(folder, prompt, tokens=20, policy="full", seed=None, sampling=None, **options):
+    generator = Generator(*load(folder), policy, **options)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return "".join(generator.stream(prompt, tokens, **(sampling or {})))
+
+
+def run(capsys, folder, *words):
+    code = main(["generate", folder, *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_streams_the_answer(folder, capsys, monkeypatch, tmp_path):
+    expected = answer(folder, "who?") + "\n"
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfwho?\r\n")
+    tokens = ["--max-new-tokens", "20"]
+    assert run(capsys, folder, "--prompt", "who?", *tokens)[:2] == (0, expected)
+    assert run(capsys, folder, "--file", str(tmp_path / "prompt.txt"), *tokens)[1] == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("who?\n"))
+    assert run(capsys, folder, "-", *tokens)[1] == expected
+
+
+def test_policy_and_its_options(folder, capsys):
+    words = ["--prompt", "who?" * 8, "--policy", "streaming_llm", "--max-new-tokens", "20"]
+    _, narrow, _ = run(capsys, folder, *words, "--budget", "12", "--option", "n-sink=2")
+    expected = answer(folder, "who?" * 8, policy="streaming_llm", budget=12, n_sink=2)
+    assert narrow == expected + "\n" != answer(folder, "who?" * 8) + "\n"
+
+
+def test_sampling_follows_the_seed(folder, capsys):
+    words = ["--prompt", "who?", "--temperature", "2.0", "--top-p", "0.9", "--max-new-tokens", "20"]
+    _, first, _ = run(capsys, folder, *words, "--seed", "3")
+    sampling = {"do_sample": True, "temperature": 2.0, "top_p": 0.9}
+    assert first == answer(folder, "who?", seed=3, sampling=sampling) + "\n"
+    assert first != run(capsys, folder, *words, "--seed", "4")[1]
+
+
+def test_stats_go_to_stderr(folder, capsys):
+    _, out, err = run(capsys, folder, "--prompt", "who?", "--max-new-tokens", "20", "--stats")
+    figures = dict(line.split("  ", 1) for line in err.splitlines() if "  " in line)
+    assert int(figures["tokens"]) == 20
+    assert {"device KV, peak", "host KV", "moved to device", "agreeability"} <= set(figures)
+    assert "device KV" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one prompt: --prompt TEXT, --file F, or - to read it from stdin"),
+        (["-", "--prompt", "x"], "give one prompt"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--prompt", "x", "--policy", "stremaing_llm"], "did you mean 'streaming_llm'?"),
+        (["--prompt", "x", "--budget", "much"], "argument --budget: 'much' is not a number"),
+        (["--prompt", "x", "--policy", "streaming_llm", "--budget", "0"], "budget=0"),
+        (["--prompt", "x", "--policy", "streaming_llm", "--budget", "1.5"], "budget=1.5"),
+        (["--prompt", "x", "--option", "window"], "--option window: write NAME=VALUE"),
+        (["--prompt", "x", "--option", "nothing=1"], "policy 'full' has no option 'nothing'"),
+        (["--prompt", "x", "--temperature", "-1"], "choose --temperature of at least 0"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "'0' is not a whole number of at least 1"),
+        (["--prompt", "x", "--precision", "fp8"], "precision 'fp8'"),
+    ],
+)
+def test_bad_input_is_one_line(folder, capsys, words, message):
+    code, out, err = run(capsys, folder, *words)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+
+
+def test_a_file_that_is_not_text(folder, capsys, tmp_path):
+    (tmp_path / "f").write_bytes(b"\xff\xfe")
+    assert run(capsys, folder, "--file", str(tmp_path / "f"))[2] == (
+        f"zoomkv: {tmp_path / 'f'} is not UTF-8\n"
+    )
+
+
+def test_a_checkpoint_that_is_none(tmp_path, capsys):
+    code, _, err = run(capsys, str(tmp_path), "--prompt", "x")
+    assert code == 2 and "neither an artifact" in err
