@@ -1,0 +1,1 @@
+"""Small artifacts out of training checkpoints."""

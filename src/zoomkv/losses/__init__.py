@@ -1,0 +1,1 @@
+"""Losses: pure functions on tensors."""
