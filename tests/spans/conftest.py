@@ -1,4 +1,4 @@
-"""A real tokenizer, where the embedded model is installed."""
+"""Hypothesis without deadlines; a real tokenizer, where the embedded model is installed."""
 
 import copy
 import importlib.util
@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A busy machine must not fail a test.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

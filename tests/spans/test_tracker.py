@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zoomkv.spans.thoughts import Delimiters, parse
@@ -29,7 +29,9 @@ kinds = st.sampled_from(sorted(KINDS))
 def streams(kind: str) -> st.SearchStrategy[list[int]]:
     """Ids in which the delimiters of a kind, whole and in pieces, come often and in every order."""
     delimiters = KINDS[kind]
-    pieces = [*delimiters.begins, *delimiters.ends, *((i,) for i in (0, 1, 2, 3, BREAK, 7, 8, 9))]
+    whole = [(*begin, 0, *end) for begin in delimiters.begins for end in delimiters.ends]
+    singles = [(i,) for i in (0, 1, 2, 3, BREAK, 7, 8, 9)]
+    pieces = [*delimiters.begins, *delimiters.ends, *whole, *singles]
     return st.lists(st.sampled_from(pieces), max_size=20).map(
         lambda p: [i for ids in p for i in ids]
     )
@@ -118,7 +120,6 @@ def drive(tracker: ThoughtTracker, rows: list[Alone], batch: list[list[int]]) ->
             check(tracker, row, rows[row])
 
 
-@settings(max_examples=300)
 @given(kinds, st.lists(st.integers(0, 4), min_size=1, max_size=3), st.data())
 def test_equals_the_parser(kind: str, prompts: list[int], data: st.DataObject) -> None:
     ids = [data.draw(streams(kind)) for _ in prompts]
@@ -187,7 +188,7 @@ def test_late_boundary_is_forced_after_a_long_prompt() -> None:
 def test_finished_row_is_frozen_inside_a_summary() -> None:
     """The unfinished summary stays in the open paragraph, which is always readable."""
     tracker = tracker_of(KINDS["special"], [2])
-    for token in (0, 8, 1):
+    for token in (0, 8):
         step(tracker, [token])
     before = copy.deepcopy(tensors(tracker))
     for token in (9, 9, 8, 3, 9):
@@ -196,7 +197,7 @@ def test_finished_row_is_frozen_inside_a_summary() -> None:
     assert all(torch.equal(before[name], now) for name, now in tensors(tracker).items())
     none = torch.zeros(1, 0, dtype=torch.bool)
     mask = tracker.table.readable(none, none, tracker.position, torch.tensor([2]), window=0)
-    assert mask.all() and mask.shape == (1, 5)
+    assert mask.all() and mask.shape == (1, 4)
 
 
 def test_made_in_inference_mode_used_outside() -> None:
