@@ -45,8 +45,9 @@ def make_tiny(family: str, *, kv_heads: int = 2, tied: bool = False, seed: int =
         torch.manual_seed(seed)
         model = model_class(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
+        for name, parameter in model.named_parameters():
+            # A large tied embedding would make every token predict itself.
+            if parameter.dim() == 2 and not (tied and "embed" in name):
                 parameter.mul_(6)
     model.generation_config.pad_token_id = 0
     return model

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from zoomkv.backbone.load import check_supported
+from zoomkv.backbone.families import check_supported
 from zoomkv.backbone.protocol import Step, SteppedCache
 from zoomkv.caches.slots import Slots
 from zoomkv.caches.tiers import Traffic, storage_bytes

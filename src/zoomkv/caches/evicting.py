@@ -131,9 +131,9 @@ class EvictingCache(PolicyCache):
         yield from super().host_tensors()
         yield self._prompt
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._prompt = torch.zeros(0, dtype=torch.int64)
+    def _start(self, batch: int, device: torch.device) -> None:
+        super()._start(batch, device)
+        self._prompt = torch.zeros(batch, dtype=torch.int64)
         self.evicted = 0
 
     def _protected_prefix(self) -> Tensor:  # [B]
@@ -194,13 +194,9 @@ class EvictingCache(PolicyCache):
     ) -> None:
         if slots.ceiling == capacity:
             return
-        slots.ceiling = capacity
+        slots.limit(capacity)
         for layer in layers:
-            layer.working_set.ceiling = capacity  # type: ignore[union-attr]
-        if capacity is not None:
-            slots.fit(capacity)
-            for layer in layers:
-                layer.working_set.fit(capacity)
+            layer.working_set.limit(capacity)
 
 
 def _lowest(

@@ -31,9 +31,3 @@ class FullOffloadedCache(PolicyCache):
             for number in range(shape.layers)
         ]
         super().__init__(shape, layers, traffic)
-        self._window = window
-
-    def reset(self) -> None:
-        """See ``PolicyCache``."""
-        self._window.forget()
-        super().reset()

@@ -5,7 +5,7 @@ row, drops from the working sets what is not readable and fetches what is missin
 don't move between the tiers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -83,13 +83,13 @@ class RetrievingCache(PolicyCache):
                 f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
             )
         slots, traffic = Slots(), Traffic()
-        self._window = DoubleBuffer() if residency == "streamed" else None
-        sets: list[WorkingSet] = [
-            ResidentSet()
-            if self._window is None
-            else StreamedSet(self._window, number, host_precision, traffic)
-            for number in range(shape.layers)
-        ]
+        self._streamed = residency == "streamed"
+        window, every = DoubleBuffer(), range(shape.layers)
+        sets: Sequence[WorkingSet] = (
+            [StreamedSet(window, number, host_precision, traffic) for number in every]
+            if self._streamed
+            else [ResidentSet() for _ in every]
+        )
         layers = [
             RetrievingLayer(number, slots, working_set, host_precision, traffic)
             for number, working_set in enumerate(sets)
@@ -137,14 +137,7 @@ class RetrievingCache(PolicyCache):
             there = moves.on(self._set_device())
             for layer in self.layers:
                 self._rearrange(layer, moves, there)
-            if self._window is not None:
-                self._window.fit(moves.length, _SLACK)
         return len(moves.fetch_from[0])
-
-    def forget_prefetched(self) -> None:
-        """Drops what a broken forward had prefetched."""
-        if self._window is not None:
-            self._window.forget()
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
@@ -162,7 +155,7 @@ class RetrievingCache(PolicyCache):
 
     def _set_device(self) -> torch.device:
         """Where the working sets are indexed."""
-        return self._device if self._window is None else torch.device("cpu")
+        return torch.device("cpu") if self._streamed else self._device
 
     @staticmethod
     def _rearrange(layer: RetrievingLayer, moves: Moves, there: Moves) -> None:

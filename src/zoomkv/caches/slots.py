@@ -189,10 +189,11 @@ class Slots:
         self.count = self.count[rows]
         self.positions = self.positions[rows.to(self.positions.device)]
 
-    def fit(self, length: int) -> None:
-        """Gives back slack beyond ``length`` slots."""
-        if self.positions.shape[2] > length:
-            self.positions = self.positions[:, :, :length].clone()
+    def limit(self, ceiling: int | None) -> None:
+        """Bounds what slack may reach, now and when the index grows; None lifts the bound."""
+        self.ceiling = ceiling
+        if ceiling is not None and self.positions.shape[2] > ceiling:
+            self.positions = self.positions[:, :, :ceiling].clone()
 
     def device_tensors(self) -> Iterator[Tensor]:
         """What lies on the device."""

@@ -1,7 +1,7 @@
 """``sumr``: past paragraphs are read as their summaries only (the baseline of the ZoomR paper)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -164,14 +164,29 @@ class SumRCache(RetrievingCache):
         """See ``PolicyCache``."""
         yield from super().host_tensors()
         yield self._prompt
-        for state in (self.tracker, self.tracker.table):
-            yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+        yield from tensors_in(self.tracker)
 
     def _clear(self) -> None:
         super()._clear()
         self._prompt = torch.zeros(0, dtype=torch.int64)
         self._trace = []
         self.tracker.start(self._prompt)
+
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What kind each token of the vocabulary is says nothing about a sequence: it is shared.
+        kinds = self.tracker._kind
+        memo[id(kinds)] = kinds
+        return super().__deepcopy__(memo)
+
+
+def tensors_in(state: object) -> Iterator[Tensor]:
+    """Tensors among an object's attributes, and among the attributes of those that have some."""
+    for value in vars(state).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif hasattr(value, "__dict__"):
+            yield from tensors_in(value)
 
 
 _DECODED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()

@@ -35,6 +35,8 @@ class DoubleBuffer:
 
     def acquire(self, layer: int, place: Placement, keys: Tensor, values: Tensor) -> DeviceRows:
         """A buffer that holds the layer's stored rows and has room for the new ones."""
+        if layer == 0:
+            self._forget()  # what a forward that broke off had fetched
         while len(self._buffers) < 2:
             self._buffers.append(DeviceRows(keys, values))
         if layer in self._loaded:
@@ -46,8 +48,7 @@ class DoubleBuffer:
             self._prefetch(layer + 1, place)
         return self._buffers[layer % 2]
 
-    def forget(self) -> None:
-        """Drops what was prefetched: a forward broke off."""
+    def _forget(self) -> None:
         if self._loaded:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._loaded = {}
@@ -59,7 +60,7 @@ class DoubleBuffer:
 
     def clear(self) -> None:
         """Gives everything back."""
-        self.forget()
+        self._forget()
         self._buffers = []
 
     def tensors(self) -> Iterator[Tensor]:
@@ -92,10 +93,9 @@ class DoubleBuffer:
 class ResidentSet:
     """A layer's working set on the device."""
 
-    def __init__(self, ceiling: int | None = None) -> None:
-        self.ceiling = ceiling
-        """Most rows that may ever be allocated, the prompt apart; None: no limit."""
+    def __init__(self) -> None:
         self.rows: DeviceRows | None = None
+        self._ceiling: int | None = None
 
     def extend(
         self,
@@ -108,7 +108,7 @@ class ResidentSet:
             self.rows = DeviceRows(keys, values)
         rows = self.rows
         if place.length > rows.capacity:
-            rows.reserve(place.length, self.ceiling)
+            rows.reserve(place.length, self._ceiling)
         rows.write(place, keys, values)
         if place.stored == 0 and place.scatter is None:
             return keys, values
@@ -150,12 +150,18 @@ class ResidentSet:
     def reserve(self, length: int) -> None:
         """Makes room for ``length`` rows."""
         assert self.rows is not None
-        self.rows.reserve(length, self.ceiling)
+        self.rows.reserve(length, self._ceiling)
 
     def fit(self, length: int, slack: int = 0) -> None:
         """Gives back slack beyond ``length`` rows."""
         if self.rows is not None:
             self.rows.fit(length, slack)
+
+    def limit(self, ceiling: int | None) -> None:
+        """Bounds what slack may reach, now and when the set grows; None lifts the bound."""
+        self._ceiling = ceiling
+        if ceiling is not None:
+            self.fit(ceiling)
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows."""
@@ -165,6 +171,7 @@ class ResidentSet:
     def clear(self) -> None:
         """Gives everything back."""
         self.rows = None
+        self._ceiling = None
 
     def device_tensors(self) -> Iterator[Tensor]:
         """What lies on the device."""
@@ -258,6 +265,9 @@ class StreamedSet:
         if self.host is not None:
             self.host.trim(length)
         self._window.fit(length, slack)
+
+    def limit(self, ceiling: int | None) -> None:
+        """Nothing: two layers' rows are far below what all layers may take."""
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows."""

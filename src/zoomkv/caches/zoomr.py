@@ -20,6 +20,7 @@ from zoomkv.ops.consensus import VoteHeads, agreeability, choose, vote
 from zoomkv.spans.thoughts import Delimiters
 
 _GROWTH = 16  # summaries
+_HEADROOM = 16  # rows of a budget that a choice leaves to what is generated until the next one
 
 
 class ZoomRCache(SumRCache):
@@ -136,13 +137,23 @@ class ZoomRCache(SumRCache):
     def entry(self, row: int, zoomed: Tensor, summarised: Tensor) -> dict[str, Any]:
         """See ``SumRCache``."""
         count = int(self.tracker.table.count[row])
-        telling = count > self._consensus
+        telling = count > self._consensus and bool(self._votes[row].any())
         share = float(agreeability(self._votes, zoomed)[row]) if telling else None
         return {
             **super().entry(row, zoomed, summarised),
             "votes": self._votes[row, :count].tolist(),
             "agreeability": share,
         }
+
+    def prompt_read(self, added: Tensor) -> None:
+        """See ``PolicyCache``."""
+        super().prompt_read(added)
+        self._bound_storage()
+
+    def update_reading(self, rows: Tensor, step: Step) -> None:
+        """See ``SumRCache``."""
+        super().update_reading(rows, step)
+        self._bound_storage()
 
     def prepare(self, step: Step) -> None:
         """See ``PolicyCache``: a full budget can't wait for the next sentence end."""
@@ -185,6 +196,13 @@ class ZoomRCache(SumRCache):
         entries = 0 if self._mean_keys is None else self._mean_keys.shape[3]
         return rows - -(-entries // 2)
 
+    def _bound_storage(self) -> None:
+        """Keeps slack within the budget too; what may not be dropped is kept even beyond it."""
+        if self._budget is not None:
+            ceiling = max(self._capacity(), self.slots.length)
+            for layer in self.layers:
+                layer.working_set.limit(ceiling)
+
     def _within_budget(
         self, zoomed: Tensor, summarised: Tensor
     ) -> tuple[Tensor, Tensor]:  # 2 x bool [B, N]
@@ -205,10 +223,6 @@ class ZoomRCache(SumRCache):
         rank = (zoomed.long() * (1 << 32) + self._votes.long()) * size + torch.arange(size)
         order = rank.masked_fill(~chosen, -1).argsort(dim=1, descending=True)
         total = (cost * chosen).gather(1, order).cumsum(1)
-        room = (self._capacity() - self._headroom() - always.sum(1))[:, None]
+        room = (self._capacity() - _HEADROOM - always.sum(1))[:, None]
         fits = torch.zeros_like(chosen).scatter(1, order, total <= room)
         return zoomed & fits, summarised & fits
-
-    def _headroom(self) -> int:
-        """Rows left free for what is generated until the next sentence end."""
-        return 16
