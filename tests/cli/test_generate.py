@@ -60,7 +60,7 @@ def test_streams_the_answer(folder, capsys, monkeypatch, tmp_path):
 
 def test_policy_and_its_options(folder, capsys):
     words = ["--prompt", "who?" * 8, "--policy", "streaming_llm", "--max-new-tokens", "20"]
-    _, narrow, _ = run(capsys, folder, *words, "--budget", "12", "--option", "n-sink=2")
+    _, narrow, _ = run(capsys, folder, *words, "--budget", "12", "-o", "n-sink=2")
     expected = answer(folder, "who?" * 8, policy="streaming_llm", budget=12, n_sink=2)
     assert narrow == expected + "\n" != answer(folder, "who?" * 8) + "\n"
 

@@ -279,7 +279,11 @@ def test_killed_and_started_again(endpoint, tmp_path, how):
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     journal = tmp_path / "out.jsonl.journal"
     deadline = time.monotonic() + 60
-    while not journal.exists() or journal.read_bytes().count(b"\n") < 12:
+    while (
+        len(endpoint.bodies) < 12 + 3  # three are under way, the others kept
+        or not journal.exists()
+        or journal.read_bytes().count(b"\n") < 12
+    ):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)
@@ -287,7 +291,7 @@ def test_killed_and_started_again(endpoint, tmp_path, how):
     assert (process.returncode, said) in [(-signal.SIGKILL, b""), (130, b"zoomkv: interrupted\n")]
     assert not target.exists()
     asked = list(endpoint.paragraphs)
-    assert len(asked) == 12 + 3  # three were under way
+    assert len(asked) == 12 + 3
 
     with journal.open("ab") as file:
         file.write(b'["torn')  # what a kill in the middle of a write leaves

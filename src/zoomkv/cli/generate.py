@@ -60,6 +60,7 @@ def _parser() -> Parser:
     add("--policy", default="full", metavar="NAME", help="cache policy (%(default)s)")
     add("--budget", type=_number, metavar="N", help="rows, or a share of the full cache")
     add(
+        "-o",
         "--option",
         action="append",
         default=[],
