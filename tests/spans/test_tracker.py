@@ -129,6 +129,14 @@ def test_equals_the_parser(kind: str, prompts: list[int], data: st.DataObject) -
     check_interval(tracker, rows)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_paragraphs_of_white_space(kind: str) -> None:
+    """Rare in random streams: blank paragraphs, at the start and between two summaries."""
+    whole = [*KINDS[kind].begin, 0, *KINDS[kind].end]
+    ids = [7, *whole, 7, 7, *whole, *whole, 7, 0, *whole]
+    drive(tracker_of(KINDS[kind], [2]), [Alone(KINDS[kind], 2)], [ids])
+
+
 @given(kinds, st.lists(st.integers(0, 4), min_size=2, max_size=3), st.data())
 def test_rows_move_with_all_they_have(kind: str, prompts: list[int], data: st.DataObject) -> None:
     delimiters = KINDS[kind]
