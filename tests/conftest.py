@@ -27,20 +27,20 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def make_tiny(family: str, *, kv_heads: int = 2, tied: bool = False, seed: int = 0, **options: Any):
     """A model of 2 layers, hidden 32, 4 query heads, 128 tokens; greedy output varies."""
     config_class, model_class, extra = _FAMILIES[family]
-    config = config_class(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **{**extra, **options},
-    )
+    chosen = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    config = config_class(**{**chosen, **extra, **options})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).eval()

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zoomkv.backbone.load import check_supported
+from zoomkv.backbone.families import check_supported
 from zoomkv.backbone.protocol import Step, SteppedCache
 from zoomkv.ops.attention import grouped_attention
 
@@ -118,9 +118,7 @@ def _before_forward(
         return None
     input_ids = args[0] if args else kwargs.get("input_ids")
     if input_ids is None or kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            f"{type(cache).__name__} needs token ids; inputs_embeds is not supported: pass input_ids"
-        )
+        raise ValueError(f"{type(cache).__name__} needs input_ids; inputs_embeds is not supported")
     step = cache.begin(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     kwargs["zoomkv"] = step
     kwargs["position_ids"] = step.positions.to(input_ids.device, non_blocking=True)

@@ -446,7 +446,7 @@ class PolicyCache(Cache, SteppedCache):
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Marks a change that can't be undone half-way; an error inside makes the cache unusable."""
+        """Marks a change that can't be undone half-way: an error inside spoils the cache."""
         self._moving = True
         yield
         self._moving = False
@@ -477,8 +477,9 @@ class PolicyCache(Cache, SteppedCache):
         held = len(self._lengths)
         if held and batch != held:
             raise ValueError(
-                f"the input has {batch} rows, the cache holds {held}: for beams or several returned "
-                "sequences over a cached prompt call cache.batch_repeat_interleave(n) first"
+                f"the input has {batch} rows, the cache holds {held}: for beams or several "
+                "returned sequences over a cached prompt first call "
+                "cache.batch_repeat_interleave(n)"
             )
         if self._seen + size > self.shape.max_positions and not self._warned:
             self._warned = True

@@ -56,7 +56,7 @@ def policy_class(name: str) -> Any:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a policy and their defaults; required ones have ``inspect.Parameter.empty``."""
+    """The options of a policy and their defaults; ``inspect.Parameter.empty`` if required."""
     parameters = list(inspect.signature(policy_class(name)).parameters.values())[1:]
     return {p.name: p.default for p in parameters if p.name not in _FROM_MODEL}
 

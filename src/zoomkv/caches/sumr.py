@@ -172,7 +172,6 @@ class SumRCache(RetrievingCache):
         self._trace = []
         self.tracker.start(self._prompt)
 
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What kind each token of the vocabulary is says nothing about a sequence: it is shared.
         kinds = self.tracker._kind

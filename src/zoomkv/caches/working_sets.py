@@ -190,9 +190,7 @@ class StreamedSet:
     brings them and as the host has them from then on.
     """
 
-    def __init__(
-        self, window: DoubleBuffer, layer: int, precision: str, traffic: Traffic
-    ) -> None:
+    def __init__(self, window: DoubleBuffer, layer: int, precision: str, traffic: Traffic) -> None:
         self._window = window
         self._layer = layer
         self._precision = precision

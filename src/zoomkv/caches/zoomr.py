@@ -1,9 +1,9 @@
 """``zoomr``: zooming into the paragraphs that all heads agree on (arXiv 2604.10898, section 3).
 
-The model writes a short summary behind each paragraph. The mean key of a summary is the index entry
-of its paragraph: at a sentence end every query head of every layer votes for the ``top_k`` summaries
-that it likes best. The ``consensus`` paragraphs with the most votes are read in full, the other
-voted ones as their summaries, the rest not at all, until the next sentence end.
+The model writes a short summary behind each paragraph. The mean key of a summary is the index
+entry of its paragraph: at a sentence end every query head of every layer votes for the ``top_k``
+summaries that it likes best. The ``consensus`` paragraphs with the most votes are read in full,
+the other voted ones as their summaries, the rest not at all, until the next sentence end.
 """
 
 from collections.abc import Iterator
@@ -119,9 +119,7 @@ class ZoomRCache(SumRCache):
         if size and step.queries:
             assert self._mean_keys is not None
             queries = torch.stack(step.queries)  # [L, B, H, 1, D]
-            grouped = queries.view(
-                *queries.shape[:2], self.shape.kv_heads, -1, queries.shape[-1]
-            )
+            grouped = queries.view(*queries.shape[:2], self.shape.kv_heads, -1, queries.shape[-1])
             votes = vote(
                 grouped, self._mean_keys[:, :, :, :size], count, self._top_k, self._vote_heads
             )
