@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def collate(
     leaving ``position_ids`` out lets attention run without any mask.
 
     Args:
-        rows: For each row its examples, with ``input_ids`` and ``kinds``.
+        rows: For each row its examples, with ``input_ids`` and ``kinds``; none: only padding.
         pad_id: Fills the tail; masked by length, so it may equal the end-of-text id.
         packed: Whether rows hold more than one example.
 
@@ -60,7 +61,7 @@ def collate(
         ``input_ids``, ``labels``, ``kinds`` and, if packed, ``position_ids``, each ``[B, T]``
         int64. The first token of an example is never a label: nothing before it predicts it.
     """
-    length = max(sum(len(example["input_ids"]) for example in row) for row in rows)
+    length = max(1, *(sum(len(example["input_ids"]) for example in row) for row in rows))
     shape = (len(rows), length)
     ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)
@@ -84,13 +85,19 @@ def collate(
 class PackedBatches(Sampler[list[list[int]]]):
     """Batches of packed rows, shuffled anew each epoch, that can start anywhere in one.
 
+    Every epoch gives every process the same number of full batches, so that schedules and resuming
+    can count on it: examples are packed once, and only the order of the rows changes.
+
     Args:
         lengths: Tokens of each example.
         max_length: Tokens in a row; with ``packing=False`` each row holds one example.
         batch_size: Rows in a batch.
         seed: Decides the order together with the epoch.
         packing: Whether several examples may share a row.
-        rank, world: This process's share of the batches, and among how many.
+        shuffle: Off, the order is that of the examples. What is missing from the last batches is
+            then filled up with empty rows, not with rows that were there already.
+        rank: This process's number: its share of the batches.
+        world: Number of processes.
     """
 
     def __init__(
@@ -100,22 +107,32 @@ class PackedBatches(Sampler[list[list[int]]]):
         batch_size: int,
         seed: int = 0,
         packing: bool = True,
+        shuffle: bool = True,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         self.lengths = list(lengths)
-        self.max_length, self.batch_size, self.seed = max_length, batch_size, seed
-        self.packing, self.rank, self.world = packing, rank, world
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.rank, self.world = rank, world
         self.epoch = 0
         self.skip = 0
         """Batches of the current epoch that a resumed training has already seen."""
-        # Every epoch gives the same number of batches, so that schedules and resuming can count
-        # on it: examples are packed once, and only the order of the rows changes.
         self.rows = (
             pack(self.lengths, max_length)
             if packing
             else [[index] for index in range(len(self.lengths))]
         )
+
+    @property
+    def sampler(self) -> PackedBatches:
+        """Itself: a batch sampler's own sampler is where the trainer looks for ``set_epoch``."""
+        return self
+
+    @property
+    def plan(self) -> str:
+        """A digest of all that decides which batch comes when."""
+        decides = (self.lengths, self.rows, self.batch_size, self.seed, self.shuffle, self.world)
+        return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the trainer before each epoch."""
@@ -128,22 +145,25 @@ class PackedBatches(Sampler[list[list[int]]]):
         batches = self._batches(random.Random(f"{self.seed} {self.epoch}"))
         first, self.skip = self.skip, 0
         for step in range(first, len(self)):
-            yield [self.rows[row] for row in batches[step * self.world + self.rank]]
+            yield batches[step * self.world + self.rank]
 
-    def _batches(self, rng: random.Random) -> list[list[int]]:
-        """The rows of every batch of all processes, in the order of this epoch."""
-        order = list(range(len(self.rows)))
-        rng.shuffle(order)
-        # Filled up from the front, so that every process gets as many full batches.
+    def _batches(self, rng: random.Random) -> list[list[list[int]]]:
+        """The batches of all processes, in the order of this epoch."""
+        order = list(self.rows)
         missing = len(self) * self.batch_size * self.world - len(order)
-        order += itertools.islice(itertools.cycle(order), missing)
+        if self.shuffle:
+            rng.shuffle(order)
+            order += list(islice(cycle(order), missing))
+        else:
+            order += [[] for _ in range(missing)]
         # Rows of like length meet in a batch: little padding, still well mixed.
         pool = self.batch_size * LIKE_LENGTH_POOL
         pools = [order[start : start + pool] for start in range(0, len(order), pool)]
         for rows in pools:
-            rows.sort(key=lambda row: sum(self.lengths[index] for index in self.rows[row]))
+            rows.sort(key=lambda row: sum(self.lengths[index] for index in row))
         order = [row for rows in pools for row in rows]
         starts = range(0, len(order), self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
-        rng.shuffle(batches)
+        if self.shuffle:
+            rng.shuffle(batches)
         return batches

@@ -68,7 +68,9 @@ class Renderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.opening, self.closing = thought_tags
-        self.special = [text for text in tokenizer.all_special_tokens if text]
+        # `all_special_tokens` lacks those that were added later, as our delimiters are.
+        added = tokenizer.added_tokens_decoder.values()
+        self.special = [token.content for token in added if token.special]
         self.report = RenderReport()
 
     def prompt(self, problem: str) -> str:
@@ -116,7 +118,9 @@ class Renderer:
         pieces.append((trace.solution + self.tokenizer.eos_token, SOLUTION, True))
         return [piece for piece in pieces if piece[0]]
 
-    def _tokens(self, pieces: list[tuple[str, int, bool]]) -> tuple[list[int], list[int], list[int]]:
+    def _tokens(
+        self, pieces: list[tuple[str, int, bool]]
+    ) -> tuple[list[int], list[int], list[int]]:
         """Ids, their kinds by offsets, and the token counts at which the text may be cut."""
         text = "".join(piece for piece, _, _ in pieces)
         encoded = self._encode(text, return_offsets_mapping=True)
