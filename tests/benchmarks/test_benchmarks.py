@@ -1,0 +1,296 @@
+"""The benchmarks measure what they say, and each runs from end to end at tiny sizes."""
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zoomkv
+from zoomkv.caches.base import ModelShape
+from zoomkv.caches.registry import make_cache
+from zoomkv.cli import main
+from zoomkv.spans.thoughts import Delimiters, parse
+from zoomkv.spans.tracker import ThoughtTracker
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The benchmarks as modules, by name."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        names = ("_harness", "decode", "memory", "gpu")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def harness(scripts) -> ModuleType:
+    return scripts._harness
+
+
+# -- the script ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(250, 20, 35), (24, 4, 8), (5, 1, 9)])
+def test_script_has_the_paragraphs_and_intervals_that_it_announces(harness, sizes):
+    paragraph, summary, _ = sizes
+    script = harness.Script(harness.BareTokenizer(), *sizes)
+    assert script.period == paragraph + summary + 2
+    total = 3 * script.period
+    ids = torch.cat([script.token(number)[0] for number in range(total)])
+    delimiters = Delimiters(begin=(1,), end=(2,))
+    segments = parse(ids.tolist(), delimiters)
+    assert len(segments) == 3 and all(part.closed for part in segments)
+    assert {s.summary_start - s.start for s in segments} == {paragraph}
+    assert {s.interior_end - s.interior_start for s in segments} == {summary}
+    # The tracker of zoomr chooses in the last step of each interval.
+    tracker = ThoughtTracker(delimiters, torch.arange(5) == 3, max_interval=10**6)
+    tracker.start(torch.zeros(1, dtype=torch.int64))
+    active = torch.ones(1, dtype=torch.bool)
+    chooses = [bool(tracker.advance(ids[n : n + 1], active).boundary) for n in range(total)]
+    ends = [script.interval(n + 1) > script.interval(n) for n in range(total)]
+    assert chooses == ends and sum(ends) == 3 * script.choices
+
+
+def test_script_at_its_defaults_is_the_papers_example(harness):
+    script = harness.Script(harness.BareTokenizer())
+    assert script.period / script.choices == pytest.approx(35, abs=1.5)
+
+
+def test_rows_of_a_batch_may_stand_at_different_places(harness):
+    script = harness.Script(harness.BareTokenizer(), 6, 2, 3)
+    tokens = script.token(5, torch.tensor([0, 1, 10]))
+    expected = [script.token(number)[0, 0] for number in (5, 6, 15)]
+    assert tokens[:, 0].tolist() == expected
+
+
+# -- filled caches ---------------------------------------------------------------------------------
+
+
+def test_streamed_cache_filled_without_loading_is_the_same(scripts, harness):
+    script = harness.Script(harness.BareTokenizer(), 20, 4, 7)
+    full = {}
+    for residency, skip in (("streamed", True), ("streamed", False), ("resident", False)):
+        cache = scripts.memory._cache(
+            scripts.memory.TINY, "zoomr", residency=residency, window=16, consensus=1
+        )
+        feeder = harness.Feeder(cache.shape, torch.float32)
+        if skip:
+            with harness.nothing_loaded():
+                feeder.read_prompt(cache, 10, script.word)
+                feeder.think(cache, script, 0, 120)
+            assert cache.footprint().bytes_to_device == 0
+        else:
+            feeder.read_prompt(cache, 10, script.word)
+            feeder.think(cache, script, 0, 120)
+        step = cache.begin(script.token(120), None, None)
+        row = torch.ones(1, 2, 1, 16)
+        # Layers share two buffers: what one returned is gone two layers later.
+        full[residency, skip] = [
+            tuple(rows.clone() for rows in cache.update(row, row, layer))
+            for layer in range(cache.shape.layers)
+        ]
+        assert cache.slots.length < 100, "nothing was dropped: this case shows nothing"
+        assert step.start == 130
+    first, *others = full.values()
+    for other in others:
+        for (keys, values), (same_keys, same_values) in zip(first, other, strict=True):
+            # Slots may differ in order between the residencies, rows may not.
+            order, same = keys[0, 0, :, 0].argsort(), same_keys[0, 0, :, 0].argsort()
+            assert torch.equal(keys[:, :, order], same_keys[:, :, same])
+            assert torch.equal(values[:, :, order], same_values[:, :, same])
+
+
+def test_floor_computes_what_a_plain_cache_computes(scripts, harness, tiny_llama):
+    model = tiny_llama()
+    floor = scripts.decode._twin(model)
+    assert floor.lm_head.weight is model.lm_head.weight
+    floor.config._attn_implementation = "benchmark_floor"
+    shape = ModelShape.of(model)
+    rows = 9
+    layers = [scripts.decode.FloorLayer(shape, torch.float32, lambda: rows) for _ in range(2)]
+    plain = scripts.decode.DynamicCache()
+    for number, layer in enumerate(layers):
+        plain.update(layer.keys[:, :, : rows - 1], layer.values[:, :, : rows - 1], number)
+    token = torch.tensor([[7]])
+    with torch.inference_mode():
+        got = floor(token, cache=scripts.decode.Cache(layers=layers)).logits
+        expected = model(token, cache=plain).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_full_depth_scales_what_every_layer_holds(scripts, harness, tiny_llama):
+    """A model of four layers holds what one of two layers does, at twice the depth."""
+    script = harness.Script(harness.BareTokenizer(), 20, 4, 7)
+    for policy, chosen in scripts.gpu._CACHES.values():
+        sizes = []
+        for layers in (2, 4):
+            model = tiny_llama(num_hidden_layers=layers)
+            cache = make_cache(policy, model, harness.BareTokenizer(), **chosen)
+            feeder = harness.Feeder(cache.shape, torch.float32)
+            feeder.read_prompt(cache, 10, script.word)
+            feeder.think(cache, script, 0, 60)
+            sizes.append(scripts.gpu._sizes(cache, 4 / layers))
+        (_, predicted), (measured, same) = sizes
+        assert predicted == measured == same
+
+
+# -- timing ----------------------------------------------------------------------------------------
+
+
+def test_ratios_are_of_means_over_whole_intervals(harness):
+    nan = torch.nan
+    seconds = {
+        "slow": torch.tensor([2.0, 6.0, 2.0, 10.0]),
+        "base": torch.tensor([1.0, 1.0, 2.0, 2.0]),
+        "seldom": torch.tensor([3.0, nan, 5.0, nan]),
+    }
+    timings = harness.Timings(seconds, torch.tensor([0, 0, 1, 1]))
+    assert timings.milliseconds("seldom") == pytest.approx(4000)
+    ratio, error = timings.ratio("slow", "base")
+    assert ratio == pytest.approx(20 / 6)
+    assert error == pytest.approx(torch.tensor([8 / 2, 12 / 4]).std() / 2**0.5)
+    assert timings.ratio("seldom", "base")[0] == pytest.approx(4 / 1.5)
+
+
+def test_contenders_take_turns(harness):
+    script = harness.Script(harness.BareTokenizer(), 6, 2, 3)
+    calls = []
+    contenders = [
+        harness.Contender(name, lambda number, name=name: calls.append((number, name)), every)
+        for name, every in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    timings = harness.take_turns(contenders, 10, 16, script, warm_up=1)
+    by_round = [[name for number, name in calls if number == n] for n in range(9, 16)]
+    often, seldom = list("abc"), list("ab")
+    assert list(map(sorted, by_round)) == [often, often, seldom, often, seldom, often, seldom]
+    assert {names[0] for names in by_round} == {"a", "b", "c"}
+    assert calls == sorted(calls, key=lambda call: call[0])
+    assert timings.milliseconds("c") >= 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8),
+)
+def test_overlap_is_that_of_a_clock_that_ticks(scripts, one, other):
+    spans = [[(start, start + length) for start, length in kind] for kind in (one, other)]
+    busy = [{tick for start, end in kind for tick in range(start, end)} for kind in spans]
+    shorter = min(map(len, busy))
+    expected = len(busy[0] & busy[1]) / shorter if shorter else 0.0
+    assert scripts.gpu.overlapped(*spans) == pytest.approx(expected)
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def _report(harness, judged=True, **changed):
+    arguments = SimpleNamespace(**{"markdown": False, "out": None, **changed})
+    return harness.Report(arguments, judged)
+
+
+def test_verdicts(harness, capsys):
+    report = _report(harness)
+    report.check("low enough", 1.1, "<=", 1.15)
+    report.check("too high", 1.2, "<=", 1.15)
+    report.check("too low", 5.3, ">=", 5.4)
+    report.finish()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if "<= " in line or ">= " in line] == [
+        "yes",
+        "NO",
+        "NO",
+    ]
+    report = _report(harness, judged=False)
+    report.check("tiny", 1.2, "<=", 1.15)
+    report.finish()
+    assert "not judged" in capsys.readouterr().out
+
+
+def test_markdown_tables_have_equal_cells(harness, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--markdown", "--seen", "600"])
+    report = _report(harness, markdown=True)
+    report.table("Sizes", ["cache", "MiB"], [["full", 12.345], ["none", ""]])
+    report.finish()
+    out = capsys.readouterr().out
+    assert "zoomkv bench decode --seen 600\n" in out
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert lines[2].split("|")[2].strip() == "12.3"
+
+
+def test_json_is_written_as_a_whole_or_not_at_all(harness, tmp_path):
+    path = tmp_path / "deep" / "figures.json"
+    harness.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        harness.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+# -- from end to end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "mentions"),
+    [
+        ("decode", ["--quick", "--precision", "fp32"], ["zoomr streamed", "floor of zoomr"]),
+        ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8"]),
+        ("gpu", ["--dry-run", "--device", "cpu", "--models", "qwen-7b"], ["full_offloaded"]),
+    ],
+)
+def test_benchmark_runs(scripts, name, words, mentions, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--out", str(out), "--markdown"])
+    assert getattr(scripts, name).main() == 0
+    printed = capsys.readouterr().out
+    for text in mentions:
+        assert text in printed
+    content = json.loads(out.read_text())
+    assert content["command"].startswith(f"zoomkv bench {name} ")
+    assert content["figures"] and content["tables"]
+    assert all(figure["value"] > 0 and figure["met"] is None for figure in content["figures"])
+
+
+def test_int8_tier_moves_fewer_bytes(scripts, monkeypatch, capsys):
+    """A row of 32 numbers: 64 bytes in bf16, 36 in int8 with its scale."""
+    monkeypatch.setattr(sys, "argv", ["memory.py"])
+    report = _report(scripts._harness, judged=False)
+    arguments = SimpleNamespace(quick=True, text_tokens=60)
+    with torch.inference_mode():
+        scripts.memory._host_precision(arguments, report)
+    assert report.figures[0].value == pytest.approx(36 / 64, rel=0.02)
+
+
+def test_command_finds_the_benchmarks(capfd):
+    assert main(["bench", "memory", "--help"]) == 0
+    assert "--generated" in capfd.readouterr().out
+    assert main(["bench", "nothing"]) == 2
+    listed = capfd.readouterr().err
+    assert "decode" in listed and "gpu" in listed and "_harness," not in listed
+
+
+def test_wrong_sizes_are_refused(scripts, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--seen", "100"])
+    with pytest.raises(SystemExit) as refused:
+        scripts.decode.main()
+    assert refused.value.code == 2
+    assert "--seen must be at least" in capsys.readouterr().err
+
+
+def test_twin_is_unaffected_by_attaching(scripts, tiny_llama):
+    model = tiny_llama()
+    twin = scripts.decode._twin(model)
+    zoomkv.attach(model)
+    assert not zoomkv.backbone.attach.is_attached(twin)
+    assert copy.deepcopy(twin).config._attn_implementation == "sdpa"
