@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zoomkv.data.ledger import LedgerShape, ledger
 
 # A busy machine must not fail a test.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -47,27 +47,27 @@ def make_tokenizer(pad: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast
 def make_base(
     folder: Path, family: str = "llama", *, tied: bool = True, seed: int = 0, spare: int = 0, **more
 ) -> str:
-    """Writes a base of 2 layers, hidden 32, 4 query and 2 KV heads, and gives its path.
+    """Writes a base of 2 layers, hidden 64, 4 query and 2 KV heads, and gives its path.
 
     ``spare`` rows of the embeddings have no token; ``more`` goes to the config.
     """
     tokenizer = make_tokenizer()
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer) + spare,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **{"sliding_window": None, **more} if family == "mistral" else more,
-    )
+    settings = {
+        "vocab_size": len(tokenizer) + spare,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "sliding_window": None,
+    }
+    config = AutoConfig.for_model(family, **(settings | more))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

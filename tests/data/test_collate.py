@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.conftest import make_tiny
+
 from zoomkv.data.collate import PackedBatches, collate, pack
 from zoomkv.data.render import IGNORE, PROMPT, SOLUTION, THOUGHT
 from zoomkv.losses.cross_entropy import token_nll
@@ -136,7 +136,9 @@ def test_like_lengths_meet():
     assert sum(longest) * 4 < 1.2 * sum(lengths)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 3}, {"world": 2}, {"packing": False}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"batch_size": 3}, {"world": 2}, {"packing": False}]
+)
 def test_the_plan_tells_other_orders_apart(change):
     settings = {"lengths": [5, 9, 3], "max_length": 20, "batch_size": 2}
     assert PackedBatches(**settings).plan == PackedBatches(**settings).plan

@@ -1,8 +1,8 @@
 """Rendered traces: what is learnt, what is not, and where a long trace is cut."""
 
 import pytest
-
 from tests.bases import SHORT, make_tokenizer
+
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.data.ledger import ledger
 from zoomkv.data.render import IGNORE, PROMPT, SOLUTION, SUMMARY, THOUGHT, Renderer
@@ -68,7 +68,9 @@ def test_pad_may_be_the_end_of_text(tokenizer):
     assert same.pad_token_id == same.eos_token_id == example.labels[-1]
 
 
-@pytest.mark.parametrize("text", ["émoji 😀🎉", "سلام دنیا", "漢字かな", "a\u2028b\u0085c", "a\r\nb"])
+@pytest.mark.parametrize(
+    "text", ["émoji 😀🎉", "سلام دنیا", "漢字かな", "a\u2028b\u0085c", "a\r\nb"]
+)
 def test_any_text_comes_back(tokenizer, text):
     trace = Trace(text, (Segment(text, text),), text)
     renderer = Renderer(tokenizer)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zoomkv.backbone.delimiters import add_to_model
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_CONFIG, _WEIGHTS = ADAPTER_FILES
 
 
 def add_adapter(
     model: Any,
     tokenizer: Any,
-    delimiter_ids: list[int],
     r: int = 16,
     alpha: int = 32,
     dropout: float = 0.0,
@@ -25,8 +28,7 @@ def add_adapter(
 
     Args:
         model: The base, plain or quantised; its own weights are frozen.
-        tokenizer: With the delimiters added.
-        delimiter_ids: ``[begin, end]``.
+        tokenizer: As it was loaded with the model; gets the delimiters.
         r: Rank of the adapters.
         alpha: Their scale, ``alpha / r``.
         dropout: On their input.
@@ -34,17 +36,16 @@ def add_adapter(
 
     Returns:
         A PEFT model. Only adapters and delimiter rows (output rows too, where they are not tied to
-        the input rows) require gradients.
+        the input rows) require gradients; they are fp32, whatever the base is.
     """
     from peft import LoraConfig, get_peft_model
 
-    add_to_model(model, tokenizer, delimiter_ids)
+    ids = add_to_model(model, tokenizer)
     model.requires_grad_(False)
     # The list form would train input rows only, and leave an untied head unable to say them.
-    rows: Any = list(delimiter_ids)
-    if not model.config.tie_word_embeddings:
-        rows = {"embed_tokens": rows, "lm_head": rows}
-    return get_peft_model(
+    tied = model.config.tie_word_embeddings
+    rows: Any = ids if tied else {"embed_tokens": ids, "lm_head": ids}
+    adapted = get_peft_model(
         model,
         LoraConfig(
             r=r,
@@ -55,37 +56,92 @@ def add_adapter(
             task_type="CAUSAL_LM",
         ),
     )
+    return _in_full_precision(adapted)
 
 
-def load_trained(model: Any, weights: dict[str, Tensor]) -> None:
+def load_trained(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Puts trained weights, named as ``model.named_parameters()`` names them, into a PEFT model.
 
     Raises:
         ValueError: A weight is missing, unknown, or of another shape.
     """
     wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    if wanted.keys() != weights.keys():
-        odd = sorted(wanted.keys() ^ weights.keys())
-        raise ValueError(f"the trained weights do not fit this base: {len(odd)} differ, {odd[0]}")
+    _check_same(wanted, weights, "the trained weights do not fit this base")
     for name, value in weights.items():
-        if wanted[name].shape != value.shape:
-            raise ValueError(
-                f"the trained weights do not fit this base: {name} is {tuple(value.shape)}, "
-                f"the base needs {tuple(wanted[name].shape)}"
-            )
         wanted[name].data.copy_(value)
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Writes a PEFT model's adapter, without any copy of the embeddings."""
-    model.save_pretrained(folder, save_embedding_layers=False)
+def save_adapter(model: Any, base: str, folder: Path) -> None:
+    """Writes a PEFT model's adapter, without any copy of the embeddings.
+
+    Args:
+        model: The PEFT model.
+        base: What the base is called; PEFT would write the path from which it was read.
+        folder: Where the files go.
+
+    Raises:
+        OSError: The disk is full or not writable.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder, save_embedding_layers=False)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: can't be written ({error})") from error
     # PEFT's own card holds nothing but blanks.
     (folder / "README.md").unlink(missing_ok=True)
+    path = folder / _CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_adapter(model: Any, tokenizer: Any, delimiter_ids: list[int], folder: Path) -> Any:
-    """The base with a saved adapter on it, as a PEFT model in evaluation mode."""
-    from peft import PeftModel
+def load_adapter(model: Any, tokenizer: Any, folder: Path) -> Any:
+    """The base with a saved adapter on it, as a PEFT model in evaluation mode.
 
-    add_to_model(model, tokenizer, delimiter_ids)
-    return PeftModel.from_pretrained(model, str(folder)).eval()
+    Args:
+        model: The base.
+        tokenizer: As it was loaded with the model; gets the delimiters.
+        folder: What ``save_adapter`` wrote.
+
+    Raises:
+        ValueError: The files are broken, or lack a weight that this base needs. (PEFT alone would
+            warn at most.)
+    """
+    from peft import PeftConfig, get_peft_model
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{folder}: can't be read ({error}); export it again") from error
+    add_to_model(model, tokenizer)
+    adapted = _in_full_precision(get_peft_model(model, config))
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    _check_same(wanted, weights, f"{folder}: the adapter does not fit this base")
+    set_peft_model_state_dict(adapted, weights)
+    return adapted.eval()
+
+
+def _in_full_precision(adapted: nn.Module) -> Any:
+    """Delimiter rows in fp32: PEFT makes them in the base's type, and bf16 swallows small steps."""
+    for name, value in adapted.named_parameters():
+        if "trainable_tokens_delta" in name:
+            value.data = value.data.to(torch.float32)
+    return adapted
+
+
+def _check_same(wanted: dict[str, Tensor], found: dict[str, Tensor], what: str) -> None:
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"{what}: {len(missing)} weights are missing, {len(unknown)} are unknown, "
+            f"first {(missing + unknown)[0]}"
+        )
+    for name, value in wanted.items():
+        if value.shape != found[name].shape:
+            raise ValueError(
+                f"{what}: {name} is {tuple(found[name].shape)}, the base needs {tuple(value.shape)}"
+            )

@@ -217,7 +217,13 @@ def _flash(
     from transformers.integrations.flash_attention import flash_attention_forward
 
     return flash_attention_forward(
-        _UnderBaseName(module), query, key, value, attention_mask, scaling=scaling, **kwargs
+        _UnderBaseName(module),  # type: ignore[arg-type]
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=scaling,
+        **kwargs,
     )
 
 

@@ -17,21 +17,26 @@ def add_to_tokenizer(tokenizer: Any) -> list[int]:
     Returns:
         Their ids, ``[begin, end]``.
     """
-    tokens = [BEGIN_OF_SUMMARY, END_OF_SUMMARY]
+    tokens = list(_NEAR)
     tokenizer.add_tokens(tokens, special_tokens=True)
     return tokenizer.convert_tokens_to_ids(tokens)
 
 
-def add_to_model(model: Any, tokenizer: Any, ids: list[int]) -> None:
-    """Gives the delimiters rows in the embeddings, begun at the mean of related words.
+def add_to_model(model: Any, tokenizer: Any) -> list[int]:
+    """Adds the delimiters to a base, with rows that begin at the mean of related words.
 
-    Spare rows of a padded vocabulary are used where there are any; the matrix never shrinks.
+    Delimiters that the tokenizer has already were learnt with the base, and keep their rows. Spare
+    rows of a padded vocabulary are used where there are any; the matrix never shrinks.
 
     Args:
         model: The base model, before adapters.
-        tokenizer: With the delimiters added.
-        ids: The delimiters' ids, ``[begin, end]``.
+        tokenizer: As it was loaded with the model; gets the delimiters too.
+
+    Returns:
+        Their ids, ``[begin, end]``.
     """
+    known = tokenizer.get_vocab()
+    ids = add_to_tokenizer(tokenizer)
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         model.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
@@ -40,7 +45,10 @@ def add_to_model(model: Any, tokenizer: Any, ids: list[int]) -> None:
     if head is not None and head.weight is not matrices[0]:
         matrices.append(head.weight)
     with torch.no_grad():
-        for token, near in zip(ids, _NEAR.values(), strict=True):
+        for token, (text, near) in zip(ids, _NEAR.items(), strict=True):
+            if text in known:
+                continue
             words = tokenizer(near, add_special_tokens=False)["input_ids"]
             for matrix in matrices:
                 matrix[token] = matrix[words].mean(0)
+    return ids

