@@ -19,7 +19,7 @@ from zoomkv.backbone.adapter import load_adapter
 from zoomkv.backbone.attach import attach, is_attached
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
-from zoomkv.backbone.load import Precision, load_base
+from zoomkv.backbone.load import QUANTISED, Precision, load_base
 from zoomkv.caches.base import PolicyCache
 from zoomkv.caches.registry import make_cache
 from zoomkv.export.artifact import ADAPTER, is_artifact, read_artifact
@@ -63,11 +63,10 @@ def load(
     model, tokenizer = load_base(base or artifact.base, precision, device, attention)
     if difference := describe_mismatch(artifact.fingerprint, fingerprint(model)):
         raise ValueError(f"checkpoint {path}: trained on another base: {difference}")
+    model = load_adapter(model, tokenizer, Path(path) / ADAPTER)
     if add_to_tokenizer(tokenizer) != list(artifact.delimiters.values()):
         raise ValueError(f"checkpoint {path}: this tokenizer gives its delimiters other ids")
-    folder = Path(path) / ADAPTER
-    model = load_adapter(model, tokenizer, list(artifact.delimiters.values()), folder)
-    if merge and precision in ("fp32", "bf16"):
+    if merge and precision not in QUANTISED:
         model = model.merge_and_unload()
     attach(model, tokenizer)
     return model.eval(), tokenizer
@@ -155,9 +154,7 @@ class Generator:
 
     def new_cache(self) -> PolicyCache:
         """An empty cache of this generator's policy."""
-        return make_cache(
-            self.policy, self.model, self.tokenizer, self._delimiters, **self.options
-        )
+        return make_cache(self.policy, self.model, self.tokenizer, self._delimiters, **self.options)
 
     def generate(
         self,
@@ -192,14 +189,14 @@ class Generator:
         cache = self.cache
         assert cache is not None
         self._warn_if_long(ids.shape[1], max_new_tokens)
-        eos = settings.pop("eos_token_id", self._eos_ids())
+        eos = _as_list(settings.pop("eos_token_id", self._eos_ids()))
         pad = settings.pop("pad_token_id", self.tokenizer.pad_token_id)
         cache.set_eos(eos, pad)
         cache.expect_prompt(ids.shape[1])
         settings.setdefault("do_sample", False)
         if not settings["do_sample"]:
             # The model's own sampling defaults would only raise warnings.
-            settings |= {name: None for name in ("temperature", "top_p", "top_k")}
+            settings = dict.fromkeys(("temperature", "top_p", "top_k")) | settings
         moved = cache.footprint()
         meter = _Meter(cache)
         begun = time.perf_counter()
@@ -218,17 +215,21 @@ class Generator:
         seconds = time.perf_counter() - begun
         answers = [self._answer(row, set(eos)) for row in output[:, ids.shape[1] :].tolist()]
         self.stats = meter.stats(sum(len(answer.ids) for answer in answers), seconds, moved)
-        self._remember(output, mask, answers)
+        # Beams leave a cache with a row for each, and several returns no one text, to follow.
+        one = settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
+        self._history = _told(output, mask, answers) if one else None
         return answers
 
     def stream(self, prompt: str, max_new_tokens: int = 512, **settings: Any) -> Iterator[str]:
-        """The answer to one prompt, piece by piece, special tokens included.
+        """The answer to one prompt, piece by piece, the delimiters of summaries included.
+
+        A reader that stops early ends the generation at the next token.
 
         Raises:
             ValueError: As ``generate``; whatever the generation raises is raised here.
         """
         pieces: Queue[str | BaseException | None] = Queue()
-        streamer = _Pieces(self.tokenizer, pieces)
+        streamer = _Pieces(self.tokenizer, pieces, set(self._eos_ids()))
 
         def work() -> None:
             try:
@@ -239,11 +240,14 @@ class Generator:
 
         worker = Thread(target=work, daemon=True)
         worker.start()
-        while (piece := pieces.get()) is not None:
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
-        worker.join()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            streamer.abandoned = True  # a reader that has had enough ends the generation
+            worker.join()
 
     def render(self, prompt: str) -> str:
         """A prompt as the model is to read it."""
@@ -261,14 +265,16 @@ class Generator:
             raise ValueError("there is no prompt: give at least one")
         return self._tokens([self.render(prompt) for prompt in prompts])
 
-    def _tokens(self, texts: list[str]) -> tuple[Tensor, Tensor]:  # 2 x [B, T]
+    def _tokens(
+        self, texts: list[str], in_conversation: bool = False
+    ) -> tuple[Tensor, Tensor]:  # 2 x [B, T]
         batch = self.tokenizer(
             texts,
             return_tensors="pt",
             padding=True,
             padding_side="left",
             # A chat template writes its special tokens itself.
-            add_special_tokens=not self.chat,
+            add_special_tokens=not (self.chat or in_conversation),
         )
         if not bool(batch["attention_mask"].any(1).all()):
             raise ValueError("a prompt holds no token: give it some text")
@@ -277,16 +283,20 @@ class Generator:
 
     def _follow(self, prompts: list[str]) -> tuple[Tensor, Tensor]:  # 2 x [B, T]
         if self._history is None:
-            raise ValueError("there is no conversation to follow: generate a first turn, greedily "
-                             "or by sampling, with one answer a prompt")
+            raise ValueError(
+                "there is no conversation to follow: generate a first turn, greedily "
+                "or by sampling, with one answer a prompt"
+            )
         ids, mask = self._history
         if len(prompts) != len(ids):
             raise ValueError(f"{len(prompts)} prompts can't follow {len(ids)} conversations")
-        new_ids, new_mask = self._tokens([self._next_turn(prompt) for prompt in prompts])
+        last = [row[told][-1] for row, told in zip(ids, mask.bool(), strict=True)]
+        turns = [self._next_turn(prompt, int(id)) for prompt, id in zip(prompts, last, strict=True)]
+        new_ids, new_mask = self._tokens(turns, in_conversation=True)
         return torch.cat([ids, new_ids], 1), torch.cat([mask, new_mask], 1)
 
-    def _next_turn(self, prompt: str) -> str:
-        """What the chat template puts between the end of an answer and the next one."""
+    def _next_turn(self, prompt: str, last: int) -> str:
+        """What the chat template puts between an answer, whose last id is given, and the next."""
         if not prompt.strip():
             raise ValueError("the prompt is empty: give it some text")
         if not self.chat:
@@ -298,17 +308,9 @@ class Generator:
             {"role": "user", "content": prompt},
         ]
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return text.partition(mark)[2].removeprefix(self.tokenizer.eos_token or "")
-
-    def _remember(self, output: Tensor, mask: Tensor, answers: list[Answer]) -> None:
-        if len(output) != len(mask):
-            self._history = None  # several returns of a prompt: no one conversation to follow
-            return
-        told = torch.zeros_like(output)
-        told[:, : mask.shape[1]] = mask
-        for row, answer in zip(told[:, mask.shape[1] :], answers, strict=True):
-            row[: len(answer.ids)] = 1
-        self._history = output, told
+        following = text.rpartition(mark)[2]
+        # An answer that was cut off lacks the end that the template expects.
+        return following.removeprefix(self.tokenizer.decode([last]))
 
     def _answer(self, ids: list[int], eos: set[int]) -> Answer:
         end = next((at for at, token in enumerate(ids) if token in eos), None)
@@ -318,8 +320,7 @@ class Generator:
 
     def _eos_ids(self) -> list[int]:
         eos = self.model.generation_config.eos_token_id
-        eos = self.tokenizer.eos_token_id if eos is None else eos
-        return [eos] if isinstance(eos, int) else list(eos or [])
+        return _as_list(self.tokenizer.eos_token_id if eos is None else eos)
 
     def _warn_if_long(self, prompt: int, new: int) -> None:
         limit = self.model.config.max_position_embeddings
@@ -331,12 +332,36 @@ class Generator:
             )
 
 
-class _Pieces(TextStreamer):
-    """Puts text into a queue as soon as it is certain, delimiters of summaries included."""
+def _told(output: Tensor, mask: Tensor, answers: list[Answer]) -> tuple[Tensor, Tensor]:
+    """Prompt and answers as they stand, and which of their tokens are no padding; [B, T] each."""
+    told = torch.zeros_like(output)
+    told[:, : mask.shape[1]] = mask
+    for row, answer in zip(told[:, mask.shape[1] :], answers, strict=True):
+        row[: len(answer.ids)] = 1
+    return output, told
 
-    def __init__(self, tokenizer: Any, pieces: Queue[Any]) -> None:
+
+def _as_list(ids: int | Sequence[int] | None) -> list[int]:
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+class _Abandoned(Exception):
+    """Ends a generation whose reader has gone."""
+
+
+class _Pieces(TextStreamer):
+    """Puts text into a queue as soon as it is certain, without the end-of-text token."""
+
+    def __init__(self, tokenizer: Any, pieces: Queue[Any], eos: set[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=False)
-        self._queue = pieces
+        self.abandoned = False
+        self._queue, self._eos = pieces, eos
+
+    def put(self, value: Tensor) -> None:
+        if self.abandoned:
+            raise _Abandoned
+        if self.next_tokens_are_prompt or int(value) not in self._eos:
+            super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from zoomkv.data.render import IGNORE, PROMPT
+from zoomkv.data.render import IGNORE, NOTHING, PROMPT
 
 LIKE_LENGTH_POOL = 16
 """Batches among which rows are sorted by length."""
@@ -53,19 +53,20 @@ def collate(
     leaving ``position_ids`` out lets attention run without any mask.
 
     Args:
-        rows: For each row its examples, with ``input_ids`` and ``kinds``; none: only padding.
+        rows: For each row its examples, as ``Rendered`` has them; none: only padding.
         pad_id: Fills the tail; masked by length, so it may equal the end-of-text id.
         packed: Whether rows hold more than one example.
 
     Returns:
-        ``input_ids``, ``labels``, ``kinds`` and, if packed, ``position_ids``, each ``[B, T]``
-        int64. The first token of an example is never a label: nothing before it predicts it.
+        ``input_ids``, ``labels``, ``kinds``, ``looks_up`` and, if packed, ``position_ids``, each
+        ``[B, T]`` int64. The first token of an example is never a label: nothing before it predicts it.
     """
     length = max(1, *(sum(len(example["input_ids"]) for example in row) for row in rows))
     shape = (len(rows), length)
     ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)
     kinds = torch.full(shape, PROMPT)
+    looks_up = torch.full(shape, NOTHING)
     positions = torch.arange(length).repeat(len(rows), 1)
     for number, row in enumerate(rows):
         end = 0
@@ -73,12 +74,13 @@ def collate(
             start, end = end, end + len(example["input_ids"])
             ids[number, start:end] = torch.as_tensor(example["input_ids"])
             kinds[number, start:end] = torch.as_tensor(example["kinds"])
+            looks_up[number, start:end] = torch.as_tensor(example["looks_up"])
             positions[number, start:end] = torch.arange(end - start)
             said = kinds[number, start:end] != PROMPT
             said[0] = False
             labels[number, start:end][said] = ids[number, start:end][said]
         positions[number, end:] = torch.arange(length - end)
-    batch = {"input_ids": ids, "labels": labels, "kinds": kinds}
+    batch = {"input_ids": ids, "labels": labels, "kinds": kinds, "looks_up": looks_up}
     return batch | {"position_ids": positions} if packed else batch
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from datasets import Dataset
 from lightning import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from zoomkv.data.collate import PackedBatches, collate
@@ -16,22 +16,16 @@ from zoomkv.data.render import Renderer
 from zoomkv.data.sources import TraceSource
 from zoomkv.data.traces import Trace
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A problem to generate an answer to, and the source that can mark it."""
-
-    text: str
-    trace: Trace
-    source: TraceSource
+Mark = Callable[[str], bool | None]
+"""Whether a generated text is right; None if that can't be told."""
 
 
 class SummaryData(LightningDataModule):
     """Traces with summaries as batches of ids, labels and kinds.
 
     The tokenizer is the model's own, taken from the LightningModule at set-up.
+
+    Validation has two loaders: examples like those of training, and prompts to answer.
 
     Args:
         train: Sources of training traces, mixed and shuffled.
@@ -43,8 +37,7 @@ class SummaryData(LightningDataModule):
             and need no mask at all, which is quicker on a CPU.
         thought_tags: Texts around the thought, for models that use them.
         seed: Decides the order.
-        num_workers: Worker processes of the loaders.
-        num_proc: Processes that render; ``None`` renders in this one.
+        num_workers: Worker processes of the training loader.
     """
 
     def __init__(
@@ -58,85 +51,106 @@ class SummaryData(LightningDataModule):
         thought_tags: tuple[str, str] = ("", ""),
         seed: int = 0,
         num_workers: int = 0,
-        num_proc: int | None = None,
     ) -> None:
         super().__init__()
         if not train:
             raise ValueError("data.train: name at least one source of traces")
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size={batch_size}: choose at least 1")
         self.sources, self.val_source = train, val
         self.prompts, self.max_length, self.batch_size = prompts, max_length, batch_size
-        self.packing, self.thought_tags, self.seed = packing, tuple(thought_tags), seed
-        self.num_workers, self.num_proc = num_workers, num_proc
+        self.packing, self.thought_tags, self.seed = packing, thought_tags, seed
+        self.num_workers = num_workers
         self._train: Dataset | None = None
         self._val: Dataset | None = None
+        self._prompts: list[tuple[str, Mark]] = []
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
-        self.tokenizer = self.trainer.lightning_module.tokenizer
+        module: Any = self.trainer.lightning_module
+        self.tokenizer, self.answers_at_once = module.tokenizer, module.generation.batch_size
+        renderer = Renderer(self.tokenizer, self.max_length, self.thought_tags)
         if stage == "fit" and self._train is None:
             traces = [trace for source in self.sources for trace in self._traces(source)]
-            self._train = self._rendered(traces, "training")
+            self._train = _rendered(renderer, traces, "training")
         if self.val_source is not None and self._val is None:
-            self._val_traces = self._traces(self.val_source)
-            self._val = self._rendered(self._val_traces, "validation")
-
-    def validation_prompts(self) -> list[Prompt]:
-        """The problems that validation answers by generating."""
-        if self.val_source is None:
-            return []
-        renderer = Renderer(self.tokenizer, self.max_length, self.thought_tags)  # type: ignore[arg-type]
-        return [
-            Prompt(renderer.prompt(trace.problem), trace, self.val_source)
-            for trace in self._val_traces[: self.prompts]
-        ]
+            traces = self._traces(self.val_source)
+            self._val = _rendered(renderer, traces, "validation")
+            self._prompts = [
+                (renderer.prompt(trace.problem), partial(self.val_source.is_right, trace))
+                for trace in traces[: self.prompts]
+            ]
 
     def train_dataloader(self) -> DataLoader[Any]:
-        assert self._train is not None
-        return self._loader(self._train)
+        assert self._train is not None and self.trainer is not None
+        return ResumableLoader(
+            _Rows(self._train),  # type: ignore[arg-type]
+            trainer=self.trainer,
+            batch_sampler=self._batches(self._train, shuffle=True),
+            collate_fn=self._collate(),
+            num_workers=self.num_workers,
+        )
 
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return self._loader(self._val) if self._val is not None else []
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        if self._val is None:
+            return []
+        examples: DataLoader[Any] = DataLoader(
+            _Rows(self._val),  # type: ignore[arg-type]
+            batch_sampler=self._batches(self._val, shuffle=False),
+            collate_fn=self._collate(),
+        )
+        return [examples, self._prompt_loader()] if self._prompts else [examples]
 
-    def _loader(self, examples: Dataset) -> DataLoader[Any]:
+    def _prompt_loader(self) -> DataLoader[Any]:
+        """Batches ``{"input_ids", "attention_mask", "marks"}``; each process has its share.
+
+        Processes must generate equally often, so those with fewer prompts answer one again, for
+        which they have no mark.
+        """
+        assert self.trainer is not None
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        share: list[tuple[str, Mark | None]] = [*self._prompts[rank::world]]
+        share += [(self._prompts[0][0], None)] * (-(-len(self._prompts) // world) - len(share))
+
+        def together(prompts: list[tuple[str, Mark | None]]) -> dict[str, Any]:
+            batch = self.tokenizer(
+                [text for text, _ in prompts],
+                return_tensors="pt",
+                padding=True,
+                padding_side="left",
+                add_special_tokens=False,
+            )
+            return {**batch, "marks": [mark for _, mark in prompts]}
+
+        return DataLoader(share, batch_size=self.answers_at_once, collate_fn=together)  # type: ignore[arg-type]
+
+    def _batches(self, examples: Dataset, shuffle: bool) -> PackedBatches:
         trainer = self.trainer
         assert trainer is not None
-        batches = PackedBatches(
+        if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+            raise ValueError(
+                "trainer.use_distributed_sampler: switch it off; batches are shared out by our own "
+                "sampler"
+            )
+        return PackedBatches(
             examples["length"],
             self.max_length,
             self.batch_size,
             self.seed,
             self.packing,
+            shuffle,
             trainer.global_rank,
             trainer.world_size,
         )
-        together = partial(collate, pad_id=self.tokenizer.pad_token_id, packed=self.packing)
-        return ResumableLoader(
-            _Rows(examples),  # type: ignore[arg-type]
-            trainer=trainer,
-            batch_sampler=batches,
-            collate_fn=together,
-            num_workers=self.num_workers,
-        )
+
+    def _collate(self) -> Callable[..., Any]:
+        return partial(collate, pad_id=self.tokenizer.pad_token_id, packed=self.packing)
 
     def _traces(self, source: TraceSource) -> list[Trace]:
         def count_tokens(text: str) -> int:
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
         return list(source.traces(count_tokens))
-
-    def _rendered(self, traces: list[Trace], what: str) -> Dataset:
-        renderer = Renderer(self.tokenizer, self.max_length, self.thought_tags)  # type: ignore[arg-type]
-        examples = renderer.all(traces)
-        log.info("%s: %s", what, renderer.report)
-        if not examples:
-            raise ValueError(f"{what}: no trace is left to learn from ({renderer.report})")
-        return Dataset.from_dict(
-            {
-                "input_ids": [example.input_ids for example in examples],
-                "kinds": [example.kinds for example in examples],
-                "length": [len(example.input_ids) for example in examples],
-            }
-        )
 
 
 class ResumableLoader(DataLoader):
@@ -150,20 +164,34 @@ class ResumableLoader(DataLoader):
         super().__init__(*args, **kwargs)
         self._trainer = trainer
 
-    def state_dict(self) -> dict[str, int]:
-        """``epoch``, and how many of its batches went into an optimizer step already."""
+    @property
+    def batches(self) -> PackedBatches:
+        """The sampler."""
+        assert isinstance(self.batch_sampler, PackedBatches)
+        return self.batch_sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its batches are learnt, and the digest of the order."""
         loop = self._trainer.fit_loop
         learnt = loop.epoch_loop.batch_progress.current.processed
         epoch = loop.epoch_progress.current.started - 1
+        skip = learnt - learnt % self._trainer.accumulate_grad_batches
         if learnt >= self._trainer.num_training_batches:
-            return {"epoch": epoch + 1, "skip": 0}
-        return {"epoch": epoch, "skip": learnt - learnt % self._trainer.accumulate_grad_batches}
+            epoch, skip = epoch + 1, 0
+        return {"epoch": epoch, "skip": skip, "plan": self.batches.plan}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Called before the first batch of a resumed training is fetched."""
-        batches = self.batch_sampler
-        assert isinstance(batches, PackedBatches)
-        batches.epoch, batches.skip = state["epoch"], state["skip"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called before the first batch of a resumed training is fetched.
+
+        Raises:
+            ValueError: The data or their order are others than when the checkpoint was made.
+        """
+        if state.get("plan", self.batches.plan) != self.batches.plan:
+            raise ValueError(
+                "data: the examples, batch size, seed or number of processes are not those that "
+                "the checkpoint was made with; drop the override or train anew"
+            )
+        self.batches.epoch, self.batches.skip = state["epoch"], state["skip"]
 
 
 class _Rows:
@@ -177,3 +205,19 @@ class _Rows:
 
     def __getitem__(self, row: list[int]) -> list[dict[str, Any]]:
         return [self.examples[index] for index in row]
+
+
+def _rendered(renderer: Renderer, traces: list[Trace], what: str) -> Dataset:
+    examples = renderer.all(traces)
+    rank_zero_info(f"{what}: {renderer.report}")
+    if not examples:
+        raise ValueError(f"{what}: no trace is left to learn from ({renderer.report})")
+    renderer.report.counts.clear()
+    return Dataset.from_dict(
+        {
+            "input_ids": [example.input_ids for example in examples],
+            "kinds": [example.kinds for example in examples],
+            "looks_up": [example.looks_up for example in examples],
+            "length": [len(example.input_ids) for example in examples],
+        }
+    )

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoomkv.data.traces import Trace
+from zoomkv.spans.boundaries import boundary_mask
 from zoomkv.spans.thoughts import BEGIN_OF_SUMMARY, END_OF_SUMMARY
 
 IGNORE = -100
+NOTHING = -1
 PROMPT, THOUGHT, SUMMARY, SOLUTION = range(4)
 KINDS = ("prompt", "thought", "summary", "solution")
 GAP = "\n\n"
@@ -23,6 +25,8 @@ class Rendered:
     input_ids: list[int]
     kinds: list[int]
     """One of ``PROMPT``, ``THOUGHT``, ``SUMMARY``, ``SOLUTION`` for each token."""
+    looks_up: list[int]
+    """For each token the summary that a choice made there should zoom into, or ``NOTHING``."""
 
     @property
     def labels(self) -> list[int]:
@@ -71,6 +75,7 @@ class Renderer:
         # `all_special_tokens` lacks those that were added later, as our delimiters are.
         added = tokenizer.added_tokens_decoder.values()
         self.special = [token.content for token in added if token.special]
+        self.boundary = boundary_mask(tokenizer, len(tokenizer)).tolist()
         self.report = RenderReport()
 
     def prompt(self, problem: str) -> str:
@@ -99,7 +104,18 @@ class Renderer:
             said, kinds_said = said[: fitting[-1]], kinds_said[: fitting[-1]]
             self.report.counts["cut at a paragraph"] += 1
         self.report.counts["rendered"] += 1
-        return Rendered(ids + said, kinds + kinds_said)
+        ids, kinds = ids + said, kinds + kinds_said
+        return Rendered(ids, kinds, self._looks_up(trace, ids, kinds))
+
+    def _looks_up(self, trace: Trace, ids: list[int], kinds: list[int]) -> list[int]:
+        """Marks the sentence ends of a solution that needs one segment's text."""
+        if trace.needed is None or trace.segments[trace.needed].summary is None:
+            return [NOTHING] * len(ids)
+        before = trace.segments[: trace.needed]
+        summary = sum(segment.summary is not None for segment in before)
+        pairs = zip(ids, kinds, strict=True)
+        marked = (kind == SOLUTION and self.boundary[token] for token, kind in pairs)
+        return [summary if mark else NOTHING for mark in marked]
 
     def all(self, traces: Iterable[Trace]) -> list[Rendered]:
         """Every trace that could be rendered, in order."""

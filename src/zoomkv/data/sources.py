@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Literal
 
 from zoomkv.data.ledger import LedgerShape, ledgers, score_ledger
 from zoomkv.data.traces import ReadReport, Trace, read_traces
-from zoomkv.data.word_problems import word_problems
+from zoomkv.data.word_problems import score_word_problem, word_problems
 
 
 class TraceSource(ABC):
@@ -18,10 +20,19 @@ class TraceSource(ABC):
     def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
         """The traces; ``count_tokens`` measures paragraphs where a thought must still be cut."""
 
-    def is_right(self, trace: Trace, text: str) -> bool:
-        """Whether a generated text ends in the trace's answer (after its last ``Answer:``)."""
-        given = text.rpartition("Answer:")[2].strip().rstrip(".")
-        return trace.answer is not None and "Answer:" in text and given == trace.answer
+    def is_right(self, trace: Trace, text: str) -> bool | None:
+        """Whether a generated text gives the trace's answer; ``None`` if it has none to compare.
+
+        Looked at is the line after the last ``Answer:``, or else the last ``\\boxed{...}``.
+        """
+        if trace.answer is None:
+            return None
+        _, mark, given = text.rpartition("Answer:")
+        if not mark:
+            _, mark, given = text.rpartition("\\boxed{")
+            given = given.partition("}")[0]
+        lines = given.strip().splitlines() if mark else []
+        return bool(lines) and lines[0].strip().rstrip(".") == trace.answer.strip()
 
 
 class LedgerSource(TraceSource):
@@ -48,14 +59,13 @@ class LedgerSource(TraceSource):
         totals: tuple[int, int] = (10, 99),
     ) -> None:
         self.count, self.seed = count, seed
-        self.shape = LedgerShape(
-            tuple(steps), operations, asked, max_operand, tuple(totals)  # type: ignore[arg-type]
-        )
+        self.shape = LedgerShape(steps, operations, asked, max_operand, totals)
 
     def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
         return ledgers(self.count, self.seed, self.shape)
 
     def is_right(self, trace: Trace, text: str) -> bool:
+        """See ``TraceSource``; the answer's two numbers count, not how they are spaced."""
         assert trace.answer is not None
         return score_ledger(trace.problem, trace.answer, text).right
 
@@ -70,10 +80,15 @@ class WordProblemSource(TraceSource):
     """
 
     def __init__(self, count: int, seed: int = 0, problems: tuple[int, int] = (3, 8)) -> None:
-        self.count, self.seed, self.problems = count, seed, tuple(problems)
+        self.count, self.seed, self.problems = count, seed, (problems[0], problems[1])
 
     def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
-        return word_problems(self.count, self.seed, self.problems)  # type: ignore[arg-type]
+        return word_problems(self.count, self.seed, self.problems)
+
+    def is_right(self, trace: Trace, text: str) -> bool:
+        """See ``TraceSource``; the last number after an ``Answer:`` counts."""
+        assert trace.answer is not None
+        return score_word_problem(trace.problem, trace.answer, text).right
 
 
 class FileSource(TraceSource):
@@ -90,11 +105,8 @@ class FileSource(TraceSource):
 
     def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
         report = ReadReport()
-        on_bad = "skip" if self.skip_bad else "error"
-        found = read_traces(self.path, on_bad, report=report, count_tokens=count_tokens)  # type: ignore[arg-type]
-        for index, trace in enumerate(found):
-            if index == self.limit:
-                break
-            yield trace
+        on_bad: Literal["skip", "error"] = "skip" if self.skip_bad else "error"
+        found = read_traces(self.path, on_bad, report=report, count_tokens=count_tokens)
+        yield from islice(found, self.limit)
         if report.dropped:
             print(f"{self.path}: {report}", file=sys.stderr)

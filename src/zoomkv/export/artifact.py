@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoomkv.backbone.adapter import ADAPTER_FILES
+
 FORMAT = 1
 MANIFEST = "zoomkv.json"
 ADAPTER = "adapter"
@@ -60,19 +62,21 @@ def read_artifact(folder: str | os.PathLike[str]) -> Artifact:
     path = folder / MANIFEST
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        artifact = Artifact(**fields)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {folder}: there is no {MANIFEST} in it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"checkpoint {path}: can't be read ({error}); export it again") from error
-    except TypeError as error:
-        raise ValueError(f"checkpoint {path}: {error}; export it with this version") from error
-    if artifact.format != FORMAT:
+    version = fields.get("format") if isinstance(fields, dict) else None
+    if version != FORMAT:
         raise ValueError(
-            f"checkpoint {path}: format {artifact.format}, this version reads {FORMAT}; "
+            f"checkpoint {path}: format {version}, this version reads {FORMAT}; "
             "upgrade zoomkv, or export it again"
         )
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    try:
+        artifact = Artifact(**fields)
+    except TypeError as error:
+        raise ValueError(f"checkpoint {path}: {error}; export it again") from error
+    for name in ADAPTER_FILES:
         if not (folder / ADAPTER / name).is_file():
             raise ValueError(f"checkpoint {folder}: {ADAPTER}/{name} is missing; export it again")
     return artifact
@@ -93,7 +97,7 @@ def write_artifact(
         ValueError: The folder exists and is no artifact.
     """
     target = Path(folder)
-    if target.exists() and not is_artifact(target):
+    if target.exists() and not is_artifact(target) and any(target.iterdir()):
         raise ValueError(f"{target}: exists and is no checkpoint of ours; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -104,7 +108,7 @@ def write_artifact(
             json.dumps(asdict(artifact), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
         (whole / "README.md").write_text(_card(target.name, artifact), encoding="utf-8")
-        if target.exists():
+        if is_artifact(target):
             target.rename(scratch / "old")
         try:
             whole.rename(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,16 @@ def export_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[
         OSError: The artifact can't be written; an older one is intact.
     """
     path = find_checkpoint(Path(source))
-    metadata, weights = _read(path)
+    metadata, weights = read_checkpoint(path)
     model, tokenizer = load_base(metadata["base"], device="cpu")
     found = fingerprint(model)
     if difference := describe_mismatch(metadata["fingerprint"], found):
         raise ValueError(f"{path}: its base '{metadata['base']}' is another one now: {difference}")
+    adapted = add_adapter(model, tokenizer, **metadata["lora"])
     ids = add_to_tokenizer(tokenizer)
     if ids != metadata["delimiter_ids"]:
         raise ValueError(f"{path}: delimiter ids {metadata['delimiter_ids']} are {ids} now")
-    peft_model = add_adapter(model, tokenizer, ids, **metadata["lora"])
-    load_trained(peft_model, weights)
+    load_trained(adapted, weights)
     artifact = Artifact(
         method=metadata["method"],
         base=metadata["base"],
@@ -57,9 +58,9 @@ def export_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[
             "base precision": metadata["precision"],
             "lora": metadata["lora"],
         },
-        figures=metadata["metrics"],
+        figures={name: value for name, value in metadata["metrics"].items() if isfinite(value)},
     )
-    write_artifact(target, artifact, partial(save_adapter, peft_model))
+    write_artifact(target, artifact, partial(save_adapter, adapted, metadata["base"]))
     return artifact
 
 
@@ -75,7 +76,12 @@ def find_checkpoint(source: Path) -> Path:
     return source
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a training checkpoint says of itself, and its trained weights by the model's names.
+
+    Raises:
+        ValueError: It can't be read, or is not one of ``zoomkv fit``.
+    """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a dozen kinds for a broken file

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import warnings
+from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning import LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from zoomkv.training.callbacks import StderrProgressBar, StepLog
 
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_JARGON = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "- Expected a",
+    "Given value",
+    "Problem with",
+)
+
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI that refuses what a resumed checkpoint would silently swallow."""
+    """LightningCLI whose configuration is what runs, and which keeps stdout free."""
 
     def before_instantiate_classes(self) -> None:
-        config = self.config[self.config["subcommand"]]
-        path = config.get("ckpt_path")
+        path = self.config[self.config["subcommand"]].get("ckpt_path")
         if path and path not in ("last", "best", "hpc") and not Path(path).is_file():
             raise ValueError(f"--ckpt_path {path}: there is no such checkpoint")
 
-    def _parse_ckpt_path(self) -> None:
-        """Compares the configuration with the checkpoint's instead of replacing it.
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds callbacks that report on stderr; Lightning's own write to stdout."""
+        settings = self._get(self.config_init, "trainer", default={})
+        callbacks: list[Callback] = [StepLog()]
+        if settings.get("enable_progress_bar") is not False:
+            callbacks.append(StderrProgressBar())
+        if settings.get("enable_model_summary") is not False:
+            callbacks.append(ModelSummary())
+        self.trainer_defaults["callbacks"] = callbacks
+        return super().instantiate_trainer(**kwargs)
 
-        Lightning takes module hyper-parameters from the checkpoint here, so that an override on
-        the command line is lost without a word.
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the configuration alone.
+
+        Lightning takes module options from the checkpoint here, so that an override on the command
+        line is lost without a word. ``SummarySFT`` compares the two instead, and refuses.
         """
-        subcommand = self.config["subcommand"]
-        path = self.config[subcommand].get("ckpt_path")
-        if not path or not Path(path).is_file():
-            return
-        saved = torch.load(path, weights_only=True, map_location="cpu").get("hyper_parameters", {})
-        saved = {key: value for key, value in saved.items() if not key.startswith("_")}
-        given = self.config[subcommand].model.init_args
-        given = given.as_dict() if hasattr(given, "as_dict") else dict(given)
-        for name in sorted(saved.keys() & given.keys()):
-            if _plain(saved[name]) != _plain(given[name]):
-                raise ValueError(
-                    f"model.{name}: {_plain(given[name])} is given, but the checkpoint {path} was "
-                    f"made with {_plain(saved[name])}; drop the override or train anew"
-                )
 
 
 def main(arguments: list[str]) -> None:
@@ -48,27 +57,33 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: What follows ``zoomkv``: the subcommand and its options.
+
+    Raises:
+        ValueError: Bad usage, options or input.
     """
-    TrainingCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        args=arguments,
-        seed_everything_default=0,
-        # Atomic: a killed run leaves the configuration of the one before or its own, whole.
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={
-            "callbacks": [StderrProgressBar(), StepLog()],
+    # Given that the command line is what we hand on, there is nothing to warn of.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    raising = {"exit_on_error": False}
+    try:
+        TrainingCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=arguments,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
             # Batches are shared out by our own sampler.
-            "use_distributed_sampler": False,
-        },
-    )
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_kwargs={**raising, **{name: raising for name in SUBCOMMANDS}},
+        )
+    except ArgumentError as error:
+        raise ValueError(_brief(str(error))) from error
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "as_dict"):
-        value = value.as_dict()
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items() if not key.startswith("_")}
-    return list(value) if isinstance(value, tuple) else value
+def _brief(message: str) -> str:
+    """A parser's error without its account of all types that were tried."""
+    lines = [line.strip() for line in message.splitlines()]
+    return " ".join(line for line in lines if not line.removeprefix("- ").startswith(_JARGON))

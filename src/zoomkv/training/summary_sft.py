@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,17 +14,27 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torchmetrics import MeanMetric
 
-from zoomkv.backbone.adapter import LINEAR_LAYERS, add_adapter
+from zoomkv.backbone.adapter import LINEAR_LAYERS, add_adapter, load_trained
 from zoomkv.backbone.delimiters import add_to_tokenizer
-from zoomkv.backbone.fingerprint import fingerprint
-from zoomkv.backbone.load import Precision, load_base, load_tokenizer
-from zoomkv.data.module import Prompt, SummaryData
-from zoomkv.data.render import KINDS, SOLUTION, SUMMARY, THOUGHT
-from zoomkv.export.from_checkpoint import METADATA
+from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
+from zoomkv.backbone.load import QUANTISED, Precision, load_base, load_tokenizer
+from zoomkv.backbone.voters import AttentionInput, attention_inputs
+from zoomkv.data.render import KINDS, NOTHING, SOLUTION, SUMMARY, THOUGHT
+from zoomkv.export.from_checkpoint import METADATA, read_checkpoint
 from zoomkv.losses.cross_entropy import token_nll
+from zoomkv.losses.votes import vote_loss
 from zoomkv.spans.thoughts import Delimiters, parse
-from zoomkv.training.checkpointing import check_trained, keep_trained, rewind_to_step
+from zoomkv.training.checkpointing import (
+    check_options,
+    check_trained,
+    keep_trained,
+    rewind_to_step,
+    trained_names,
+)
 from zoomkv.training.schedules import cosine_with_warmup
+
+LEARNT = (THOUGHT, SUMMARY, SOLUTION)
+"""Kinds of tokens that are learnt, and measured apart."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,7 @@ class SummarySFT(LightningModule):
 
     Logged: ``train/loss`` (nats a token), ``val/perplexity_{thought,summary,solution}``,
     ``val/well_formed`` (answers all of whose delimiters pair up) and ``val/right`` (answers whose
-    result is exactly right), the last two from greedy generations.
+    result is exactly right, among those that can be marked), the last two from greedy generations.
 
     Args:
         base: Hub id, local folder, GGUF file or ``smollm2-135m``.
@@ -82,6 +95,10 @@ class SummarySFT(LightningModule):
         lora: The adapters.
         optimizer: The optimizer and its schedule.
         generation: Validation's generations.
+        vote_weight: Weight, in tokens, of the heads' choice at each sentence end of a solution
+            whose source says which paragraph it looks up (``vote_loss``). 0 trains on text alone,
+            as the paper does.
+        start: A checkpoint of the same adapters whose weights to start from.
         gradient_checkpointing: Recompute activations in the backward pass.
         attention: The transformers attention implementation.
         seed: Decides dropout, together with the number of the batch.
@@ -94,6 +111,8 @@ class SummarySFT(LightningModule):
         lora: LoraOptions = LoraOptions(),  # noqa: B008 (frozen)
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
         generation: GenerationOptions = GenerationOptions(),  # noqa: B008
+        vote_weight: float = 0.0,
+        start: str | None = None,
         gradient_checkpointing: bool = False,
         attention: str = "sdpa",
         seed: int = 0,
@@ -111,6 +130,8 @@ class SummarySFT(LightningModule):
                 "lora": asdict(lora),
                 "optimizer": asdict(optimizer),
                 "generation": asdict(generation),
+                "vote_weight": vote_weight,
+                "start": start,
                 "gradient_checkpointing": gradient_checkpointing,
                 "attention": attention,
                 "seed": seed,
@@ -118,31 +139,37 @@ class SummarySFT(LightningModule):
         )
         self.base, self.precision, self.attention = base, precision, attention
         self.lora, self.optimizer, self.generation = lora, optimizer, generation
+        if vote_weight and gradient_checkpointing:
+            raise ValueError("vote_weight: can't be had under gradient_checkpointing; choose one")
+        self.vote_weight, self.start = vote_weight, start
         self.gradient_checkpointing, self.seed = gradient_checkpointing, seed
         self.tokenizer = load_tokenizer(base)
         self.delimiter_ids = add_to_tokenizer(self.tokenizer)
         self.model: Any = None
         self.fingerprint: dict[str, str | None] = {}
-        self._window_tokens: Tensor | float = 0.0
-        kinds = (THOUGHT, SUMMARY, SOLUTION)
-        self.nll = torch.nn.ModuleDict({KINDS[kind]: MeanMetric() for kind in kinds})
+        self._trained: set[str] = set()
+        self._window_tokens = 0
+        self.nll = torch.nn.ModuleDict({KINDS[kind]: MeanMetric() for kind in LEARNT})
         self.well_formed, self.right = MeanMetric(), MeanMetric()
 
     def configure_model(self) -> None:
         """Loads the base and puts the adapters on it; every process does so once."""
         if self.model is not None:
             return
-        model, _ = load_base(self.base, self.precision, self._base_device(), self.attention)
+        model, tokenizer = load_base(self.base, self.precision, self._base_device(), self.attention)
         self.fingerprint = fingerprint(model)
-        if self.precision in ("nf4", "int8"):
+        if self.precision in QUANTISED:
             from peft import prepare_model_for_kbit_training
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
-        self.model = add_adapter(model, self.tokenizer, self.delimiter_ids, **asdict(self.lora))
+        self.model = add_adapter(model, tokenizer, **asdict(self.lora))
+        if self.start is not None:
+            load_trained(self.model, read_checkpoint(Path(self.start))[1])
         self.model.train()
+        # Now, since a strategy may wrap modules later and change the names.
+        self._trained = trained_names(self)
 
     def on_fit_start(self) -> None:
         # from_pretrained gives a model in evaluation mode, and Lightning keeps what it finds.
@@ -154,11 +181,19 @@ class SummarySFT(LightningModule):
         torch.manual_seed((self.seed * 1_000_003 + step) * 1_009 + self.global_rank)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        nll, where = self._nll(batch)
-        self._window_tokens = self._window_tokens + len(where)
-        self.log("train/loss", nll.detach().mean(), prog_bar=True, batch_size=len(where))
+        decoder = self.model.get_base_model().get_decoder()
+        with attention_inputs(decoder) if self.vote_weight else nullcontext([]) as inputs:
+            nll, where = self._nll(batch)
+        self._window_tokens += len(where)
+        if len(where):
+            self.log("train/loss", nll.detach().mean(), prog_bar=True, batch_size=len(where))
         # A sum: on_before_optimizer_step divides by the tokens of the whole window.
-        return nll.sum()
+        loss = nll.sum()
+        if inputs and bool((batch["looks_up"] != NOTHING).any()):
+            votes, first = self._votes(batch, inputs)
+            self.log("train/votes", first.mean(), prog_bar=True, batch_size=len(first))
+            loss = loss + self.vote_weight * votes.sum()
+        return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Turns summed gradients into those of the mean over all tokens of the window.
@@ -166,30 +201,53 @@ class SummarySFT(LightningModule):
         Lightning divides each batch's loss by the window's length and DDP averages over the
         processes, which would weigh tokens of short batches more.
         """
-        tokens = self.all_gather(torch.tensor(float(self._window_tokens), device=self.device)).sum()
-        self._window_tokens = 0.0
-        world = self.trainer.world_size
-        scale = self.trainer.accumulate_grad_batches * world / tokens.clamp(min=1)
+        tokens: Any = self.all_gather(torch.tensor(self._window_tokens, device=self.device))
+        self._window_tokens = 0
+        window = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        scale = window / tokens.sum().clamp(min=1)
         for group in optimizer.param_groups:
             for value in group["params"]:
                 if value.grad is not None:
                     value.grad.mul_(scale)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        nll, where = self._nll(batch)
-        kinds = batch["kinds"].flatten()[where]
-        for kind in (THOUGHT, SUMMARY, SOLUTION):
-            chosen = nll[kinds == kind]
-            if len(chosen):
-                self.nll[KINDS[kind]].update(chosen.mean(), weight=len(chosen))
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """As Lightning does, but for FSDP, where only the sharded root knows the whole norm."""
+        root: Any = self.trainer.strategy.model
+        if gradient_clip_val and hasattr(root, "clip_grad_norm_"):
+            root.clip_grad_norm_(gradient_clip_val)
+        else:
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+
+    def validation_step(
+        self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Measures examples (the first loader), or answers prompts and marks them (the second)."""
+        if dataloader_idx == 0:
+            self._measure(batch)
+        elif not self.trainer.sanity_checking:
+            self._answer(batch)
 
     def on_validation_epoch_end(self) -> None:
-        for name, metric in self.nll.items():
-            if metric.update_called:
-                self.log(f"val/perplexity_{name}", metric.compute().exp(), sync_dist=False)
-            metric.reset()
-        if not self.trainer.sanity_checking:
-            self._validate_by_generating()
+        if self.trainer.sanity_checking:
+            return
+        measured = {f"val/perplexity_{name}": metric for name, metric in self.nll.items()}
+        measured |= {"val/well_formed": self.well_formed, "val/right": self.right}
+        for name, metric in measured.items():
+            # Computed by every process, whatever it has seen itself: this is where they meet.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The ``compute`` method")
+                value: Tensor = metric.compute()  # type: ignore[operator]
+            metric.reset()  # type: ignore[operator]
+            if not value.isnan():
+                shown = value.exp() if "perplexity" in name else value
+                self.log(name, shown, prog_bar="perplexity" not in name, sync_dist=False)
 
     def configure_optimizers(self) -> Any:
         options = self.optimizer
@@ -199,6 +257,7 @@ class SummarySFT(LightningModule):
             "betas": tuple(options.betas),
             "weight_decay": options.weight_decay,
         }
+        optimizer: Optimizer
         if options.eight_bit:
             from bitsandbytes.optim import AdamW8bit
 
@@ -213,7 +272,7 @@ class SummarySFT(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained(self, checkpoint)
+        keep_trained(self._trained, checkpoint)
         rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint[METADATA] = {
@@ -228,7 +287,20 @@ class SummarySFT(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_trained(self, checkpoint)
+        """Refuses a checkpoint that does not fit.
+
+        Raises:
+            ValueError: Of another base or other weights; or, where a training is resumed, made
+                with other options, which the optimizer's state would silently override.
+        """
+        if METADATA not in checkpoint:
+            raise ValueError("checkpoint: not one of zoomkv fit")
+        resumed = self._trainer is not None and self.trainer.state.fn == "fit"
+        if resumed:
+            check_options(dict(self.hparams), checkpoint)
+        if difference := describe_mismatch(checkpoint[METADATA]["fingerprint"], self.fingerprint):
+            raise ValueError(f"checkpoint: trained on another base: {difference}")
+        check_trained(self._trained, checkpoint)
 
     def _nll(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         inner = self.model.get_base_model()
@@ -238,46 +310,73 @@ class SummarySFT(LightningModule):
         ).last_hidden_state
         return token_nll(hidden, batch["labels"], inner.get_output_embeddings())
 
-    def _validate_by_generating(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        prompts = data.validation_prompts() if isinstance(data, SummaryData) else []
-        mine = prompts[self.trainer.global_rank :: self.trainer.world_size]
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        size = self.generation.batch_size
-        for start in range(0, len(mine), size):
-            self._mark(mine[start : start + size])
-        for module, training in modes.items():
-            module.training = training
-        for name, metric in (("well_formed", self.well_formed), ("right", self.right)):
-            if prompts:
-                self.log(f"val/{name}", metric.compute(), prog_bar=True, sync_dist=False)
-            metric.reset()
+    def _votes(
+        self, batch: dict[str, Tensor], inputs: list[AttentionInput]
+    ) -> tuple[Tensor, Tensor]:  # [n], [n]
+        """What the heads vote for at each marked token: loss, and share of right first votes."""
+        ids, looks_up = batch["input_ids"], batch["looks_up"]
+        begin, end = self.delimiter_ids
+        # Summaries are numbered through the batch, and through each example.
+        begins = ids == begin
+        number = begins.flatten().cumsum(0).view_as(ids) - 1
+        example = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+        if "position_ids" in batch:
+            example = (batch["position_ids"] == 0).flatten().cumsum(0).view_as(ids)
+        interior = (batch["kinds"] == SUMMARY) & ~begins & (ids != end)
+        row, column = interior.nonzero(as_tuple=True)
+        of = number[row, column]
+        count = torch.bincount(of, minlength=int(begins.sum())).clamp(min=1)
+        at, where = (looks_up != NOTHING).nonzero(as_tuple=True)
+        owner = example[begins]  # [S]
+        mine = owner[None] == example[at, where][:, None]  # [n, S]
+        needed = mine.int().argmax(1) + looks_up[at, where]
+        queries, means = [], []
+        for layer in inputs:
+            keys = layer.keys(row, column).float()
+            zeros = keys.new_zeros(len(count), *keys.shape[1:])
+            means.append(zeros.index_add(0, of, keys) / count[:, None, None])
+            queries.append(layer.queries(at, where))
+        return vote_loss(
+            torch.stack(queries), torch.stack(means).transpose(1, 2), mine, needed
+        )
 
-    def _mark(self, prompts: list[Prompt]) -> None:
-        texts = [prompt.text for prompt in prompts]
-        inputs = self.tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-        ).to(self.device)
+    def _measure(self, batch: dict[str, Tensor]) -> None:
+        nll, where = self._nll(batch)
+        kinds = batch["kinds"].flatten()[where]
+        for kind in LEARNT:
+            chosen = nll[kinds == kind]
+            if len(chosen):
+                self.nll[KINDS[kind]].update(chosen.mean(), weight=len(chosen))  # type: ignore[operator]
+
+    def _answer(self, batch: dict[str, Any]) -> None:
+        prompt = batch["input_ids"]
         output = self.model.generate(
-            **inputs,
+            input_ids=prompt,
+            attention_mask=batch["attention_mask"],
             max_new_tokens=self.generation.max_new_tokens,
             do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
             use_cache=True,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
+            # Sharded processes must run as many forwards as the slowest one.
+            synced_gpus=self.trainer.world_size > 1,
         )
         delimiters = Delimiters.special(self.tokenizer)
-        for prompt, row in zip(prompts, output[:, inputs["input_ids"].shape[1] :], strict=True):
-            ids = row.tolist()
-            self.well_formed.update(float(is_well_formed(ids, delimiters)))
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            self.right.update(float(prompt.source.is_right(prompt.trace, text)))
+        for mark, row in zip(batch["marks"], output[:, prompt.shape[1] :].tolist(), strict=True):
+            if mark is None:
+                continue
+            self.well_formed.update(float(is_well_formed(row, delimiters)))
+            right = mark(self.tokenizer.decode(row, skip_special_tokens=True))
+            if right is not None:
+                self.right.update(float(right))
 
     def _base_device(self) -> str:
         # A quantised base is placed once, on its process's own device; it can't be moved later.
         device = self.trainer.strategy.root_device if self._trainer is not None else "cpu"
-        return str(device) if self.precision in ("nf4", "int8") else "cpu"
+        return str(device) if self.precision in QUANTISED else "cpu"
 
 
 def is_well_formed(ids: list[int], delimiters: Delimiters) -> bool:
@@ -285,5 +384,3 @@ def is_well_formed(ids: list[int], delimiters: Delimiters) -> bool:
     closed = sum(segment.closed for segment in parse(ids, delimiters))
     begun, ended = ids.count(delimiters.begin[0]), ids.count(delimiters.end[0])
     return closed == begun == ended > 0
-
-
