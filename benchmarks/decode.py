@@ -43,7 +43,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import zoomkv
-from zoomkv.backbone.delimiters import add_to_model, add_to_tokenizer
+from zoomkv.backbone.delimiters import add_to_model
 from zoomkv.backbone.load import load_base
 from zoomkv.caches.base import ModelShape
 from zoomkv.caches.registry import make_cache
@@ -196,7 +196,7 @@ def _model(precision: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
         )
         return LlamaForCausalLM(config).to(dtype).eval(), BareTokenizer()
     model, tokenizer = load_base("smollm2-135m", precision)
-    add_to_model(model, tokenizer, add_to_tokenizer(tokenizer))
+    add_to_model(model, tokenizer)
     return model, tokenizer
 
 

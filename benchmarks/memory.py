@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoomkv
-from zoomkv.backbone.delimiters import add_to_model, add_to_tokenizer
+from zoomkv.backbone.delimiters import add_to_model
 from zoomkv.backbone.load import load_base
 from zoomkv.backbone.prefill import prefill
 from zoomkv.caches.base import PolicyCache
@@ -308,7 +308,7 @@ def _text(arguments: argparse.Namespace) -> tuple[Any, Any, Tensor, Tensor]:
         ids = torch.cat([script.token(n)[0] for n in range(arguments.text_tokens)])
         return model, tokenizer, ids[:16], ids[16:]
     model, tokenizer = load_base("smollm2-135m", "bf16")
-    add_to_model(model, tokenizer, add_to_tokenizer(tokenizer))
+    add_to_model(model, tokenizer)
     rendered = Renderer(tokenizer, max_length=4096).all(read_traces(_TEXT))
     longest = max(rendered, key=lambda example: len(example.input_ids))
     ids = torch.tensor(longest.input_ids)

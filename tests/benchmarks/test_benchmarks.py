@@ -206,11 +206,8 @@ def test_verdicts(harness, capsys):
     report.check("too low", 5.3, ">=", 5.4)
     report.finish()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines if "<= " in line or ">= " in line] == [
-        "yes",
-        "NO",
-        "NO",
-    ]
+    verdicts = [line.split()[-1] for line in lines if "<= " in line or ">= " in line]
+    assert verdicts == ["yes", "NO", "NO"]
     report = _report(harness, judged=False)
     report.check("tiny", 1.2, "<=", 1.15)
     report.finish()
