@@ -9,19 +9,23 @@ from hypothesis import strategies as st
 from zoomkv.data.ledger import LedgerShape, ledger, ledgers, score_ledger
 
 
+LISTED = re.compile(r"^Step (\w+) (.*)$", re.MULTILINE)
+
+
 def work(problem: str, asked: int) -> tuple[list[list[int]], int]:
     """Totals of every step, from the question's text alone, and the asked step."""
     total = int(re.search(r"starts at (-?\d+)", problem)[1])
-    steps = []
-    for line in re.findall(r"^\d+\) (.*)$", problem, re.MULTILINE):
+    steps, names = [], []
+    for name, line in LISTED.findall(problem):
+        names.append(name)
         totals = []
         for change in line.split():
             total += int(change)
             totals.append(total)
         steps.append(totals)
-    operation, step = map(int, re.search(r"operation (\d+) of step (\d+)", problem).groups())
-    assert operation == asked
-    return steps, step
+    operation, step = re.search(r"operation (\d+) of step (\w+)", problem).groups()
+    assert int(operation) == asked and len(set(names)) == len(names)
+    return steps, names.index(step)
 
 
 shapes = st.builds(
@@ -49,14 +53,16 @@ def test_a_ledger_is_right_and_keeps_its_shape(seed, shape):
     assert {len(totals) for totals in steps} == {shape.operations}
     low, high = shape.totals
     assert all(low <= total <= high for totals in steps for total in totals)
-    assert trace.answer == f"{steps[step - 1][shape.asked - 1]}, {steps[-1][-1]}"
-    for number, (segment, totals) in enumerate(zip(trace.segments, steps, strict=True), start=1):
+    assert trace.answer == f"{steps[step][shape.asked - 1]}, {steps[-1][-1]}"
+    assert trace.needed == step
+    names = [name for name, _ in LISTED.findall(trace.problem)]
+    for name, segment, totals in zip(names, trace.segments, steps, strict=True):
         heading, *lines = segment.text.splitlines()
-        assert heading == f"Step {number}"
+        assert heading == f"Step {name}"
         assert [int(line.rpartition("=")[2]) for line in lines] == totals
-        assert segment.summary == f"step {number}:{totals[-1]}"
-    listing = re.findall(r"^\d+\) (.*)$", trace.problem, re.MULTILINE)
-    changes = [abs(int(change)) for line in listing for change in line.split()]
+        assert segment.summary == f"step {name}:{totals[-1]}"
+    listing = LISTED.findall(trace.problem)
+    changes = [abs(int(change)) for _, line in listing for change in line.split()]
     assert max(changes) <= shape.max_operand and min(changes) >= 1
 
 

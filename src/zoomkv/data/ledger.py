@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from zoomkv.data.traces import Segment, Trace
 
 _LINE = re.compile(r"(-?\d+)([+-])(\d+)=(-?\d+)")
-_HEADING = re.compile(r"^Step (\d+)$")
+_HEADING = re.compile(r"^Step ([a-z]+)$")
 _ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*,\s*(-?\d+)")
-_ASKED = re.compile(r"operation (\d+) of step (\d+)")
+_ASKED = re.compile(r"operation (\d+) of step ([a-z]+)")
+
+NAMES = tuple(
+    "fox owl bear wolf deer crow hawk lion tiger horse sheep goat duck frog snake whale shark crab "
+    "bee ant mouse rabbit cat dog pig cow apple lemon orange grape peach plum cherry berry corn "
+    "rice wheat oak pine maple rose lily river lake ocean island valley desert forest mountain "
+    "cloud storm rain snow wind star moon sun earth stone iron gold silver copper glass paper wood "
+    "bread honey salt sugar coffee tea milk table chair lamp door window garden bridge tower castle "
+    "harbor village piano violin drum flute guitar".split()
+)
+"""What steps are called. Names, not numbers: a digit of a step would look like one of a total."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +72,30 @@ def ledger(seed: int, shape: LedgerShape | None = None) -> Trace:
     count = rng.randint(*shape.steps)
     total = start = rng.randint(*shape.totals)
     listing, segments, totals = [], [], []
-    for number in range(1, count + 1):
-        operations, lines = [], [f"Step {number}"]
+    names = rng.sample(NAMES, count)
+    for name in names:
+        operations, lines = [], [f"Step {name}"]
         for _ in range(shape.operations):
             change = _change(rng, total, shape)
             operations.append(f"{change:+d}")
             lines.append(f"{total}{change:+d}={total + change}")
             total += change
             totals.append(total)
-        listing.append(f"{number}) {' '.join(operations)}")
-        segments.append(Segment(text="\n".join(lines), summary=f"step {number}:{total}"))
-    step = rng.randint(1, count)
-    first = totals[(step - 1) * shape.operations + shape.asked - 1]
-    after = totals[step * shape.operations - 1]
+        listing.append(f"Step {name} {' '.join(operations)}")
+        segments.append(Segment(text="\n".join(lines), summary=f"step {name}:{total}"))
+    step = rng.randrange(count)
+    first = totals[step * shape.operations + shape.asked - 1]
+    after = totals[(step + 1) * shape.operations - 1]
     problem = "\n".join(
         [
             f"A ledger starts at {start}. Each step applies its operations in order.",
             *listing,
-            f"What is the total after operation {shape.asked} of step {step}, "
+            f"What is the total after operation {shape.asked} of step {names[step]}, "
             "and what is the final total?",
         ]
     )
     solution = (
-        f"step {step}:{after}, and after its operation {shape.asked} it was {first}.\n"
+        f"step {names[step]}:{after}, and after its operation {shape.asked} it was {first}.\n"
         f"Answer: {first}, {total}"
     )
     return Trace(
@@ -93,6 +104,7 @@ def ledger(seed: int, shape: LedgerShape | None = None) -> Trace:
         solution=solution,
         answer=f"{first}, {total}",
         id=f"ledger-{seed}",
+        needed=step,
     )
 
 
@@ -126,20 +138,20 @@ def score_ledger(problem: str, answer: str, text: str) -> LedgerScore:
     """
     asked = _ASKED.search(problem)
     assert asked is not None, "not a ledger problem"
-    operation, step = int(asked[1]), int(asked[2])
-    written: dict[int, list[tuple[str, str, str, str]]] = {}
-    current = 0
+    operation, step = int(asked[1]), asked[2]
+    written: dict[str, list[tuple[str, str, str, str]]] = {}
+    current = ""
     for line in text.splitlines():
         if heading := _HEADING.match(line.strip()):
-            current = int(heading[1])
+            current = heading[1]
             written[current] = []
         elif current and (found := _LINE.fullmatch(line.strip())):
             written[current].append((found[1], found[2], found[3], found[4]))
     given = _ANSWER.search(text)
     values = (given[1], given[2]) if given else None
     own = None
-    if len(written.get(step, ())) >= operation and written[max(written)]:
-        own = (written[step][operation - 1][3], written[max(written)][-1][3])
+    if len(written.get(step, ())) >= operation and written[current]:
+        own = (written[step][operation - 1][3], written[current][-1][3])
     lines = [line for of_step in written.values() for line in of_step]
     sums = [int(a) + int(sign + b) == int(c) for a, sign, b, c in lines]
     return LedgerScore(

@@ -3,9 +3,10 @@
 One JSON object a line, in UTF-8::
 
     {"problem": ..., "thought": ... | "segments": [{"text": ..., "summary": ...}, ...],
-     "solution": ..., "answer": ..., "id": ...}
+     "solution": ..., "answer": ..., "id": ..., "needed": ...}
 
-``answer`` and ``id`` may be missing; so may a summary. Rows in the Bespoke-Stratos layout (a
+``answer``, ``id`` and ``needed`` (the segment that the solution looks up, from 0) may be missing; so
+may a summary. Rows in the Bespoke-Stratos layout (a
 ``conversations`` list whose reply holds tagged thought and solution) are read as well.
 """
 
@@ -49,6 +50,8 @@ class Trace:
     answer: str | None = None
     """What the solution should come to, where it can be checked."""
     id: str | None = None
+    needed: int | None = None
+    """Number of the segment whose text the solution looks up, where that is known."""
 
 
 @dataclass
@@ -138,7 +141,7 @@ def _row(trace: Trace) -> dict[str, Any]:
         for segment in trace.segments
     ]
     row = {"problem": trace.problem, "segments": segments, "solution": trace.solution}
-    optional = {"answer": trace.answer, "id": trace.id}
+    optional = {"answer": trace.answer, "id": trace.id, "needed": trace.needed}
     return row | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -232,7 +235,17 @@ def _parse(row: Any, count_tokens: Callable[[str], int]) -> Trace:
         solution=_text(row, "solution"),
         answer=_label(row, "answer"),
         id=_label(row, "id"),
+        needed=_number(row, "needed", len(segments)),
     )
+
+
+def _number(row: dict[str, Any], name: str, below: int) -> int | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+        raise _BadRow(f"{name!r} is not the number of a segment")
+    return value
 
 
 def _segments(rows: Any) -> tuple[Segment, ...]:
