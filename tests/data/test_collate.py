@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.conftest import make_tiny
 
 from zoomkv.data.collate import PackedBatches, collate, pack
-from zoomkv.data.render import IGNORE, PROMPT, SOLUTION, THOUGHT
+from zoomkv.data.render import IGNORE, NOTHING, PROMPT, SOLUTION, THOUGHT
 from zoomkv.losses.cross_entropy import token_nll
 
 
@@ -19,6 +19,7 @@ def examples(*lengths, seed=0):
         {
             "input_ids": [rng.randrange(1, 128) for _ in range(length)],
             "kinds": [PROMPT] * min(2, length - 1) + [THOUGHT] * (length - min(2, length - 1)),
+            "looks_up": [NOTHING] * length,
         }
         for length in lengths
     ]
@@ -49,8 +50,11 @@ def test_packed_and_padded_batches_learn_what_each_example_alone_does(family, at
 
 
 def test_labels_are_masked_by_length_not_by_id():
-    row = {"input_ids": [5, 6, 7, 9, 9], "kinds": [PROMPT, PROMPT, THOUGHT, SOLUTION, SOLUTION]}
-    batch = collate([[row], [{"input_ids": [5, 9], "kinds": [PROMPT, SOLUTION]}]], pad_id=9)
+    kinds = [PROMPT, PROMPT, THOUGHT, SOLUTION, SOLUTION]
+    row = {"input_ids": [5, 6, 7, 9, 9], "kinds": kinds, "looks_up": [NOTHING] * 4 + [1]}
+    short = {"input_ids": [5, 9], "kinds": [PROMPT, SOLUTION], "looks_up": [NOTHING, 0]}
+    batch = collate([[row], [short]], pad_id=9)
+    assert batch["looks_up"].tolist() == [[NOTHING] * 4 + [1], [NOTHING, 0] + [NOTHING] * 3]
     assert batch["labels"].tolist() == [[IGNORE, IGNORE, 7, 9, 9], [IGNORE, 9] + [IGNORE] * 3]
     assert batch["kinds"].tolist()[1] == [PROMPT, SOLUTION] + [PROMPT] * 3
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
@@ -58,7 +62,8 @@ def test_labels_are_masked_by_length_not_by_id():
 
 
 def test_an_example_without_a_prompt_does_not_learn_its_first_token():
-    batch = collate([[{"input_ids": [4, 5], "kinds": [THOUGHT] * 2}] * 2], pad_id=0)
+    row = {"input_ids": [4, 5], "kinds": [THOUGHT] * 2, "looks_up": [NOTHING] * 2}
+    batch = collate([[row, row]], pad_id=0)
     assert batch["labels"].tolist() == [[IGNORE, 5, IGNORE, 5]]
 
 

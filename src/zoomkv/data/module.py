@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
@@ -64,6 +64,8 @@ class SummaryData(LightningDataModule):
         self._train: Dataset | None = None
         self._val: Dataset | None = None
         self._prompts: list[tuple[str, Mark]] = []
+        self._order: PackedBatches | None = None
+        self._standing: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -83,10 +85,11 @@ class SummaryData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self._train is not None and self.trainer is not None
-        return ResumableLoader(
+        self._order = self._batches(self._train, shuffle=True)
+        self._take_up()
+        return DataLoader(
             _Rows(self._train),  # type: ignore[arg-type]
-            trainer=self.trainer,
-            batch_sampler=self._batches(self._train, shuffle=True),
+            batch_sampler=self._order,
             collate_fn=self._collate(),
             num_workers=self.num_workers,
         )
@@ -100,6 +103,44 @@ class SummaryData(LightningDataModule):
             collate_fn=self._collate(),
         )
         return [examples, self._prompt_loader()] if self._prompts else [examples]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands: the epoch, its batches that were learnt, and their order.
+
+        What counts is what went into an optimizer step, not what workers have fetched, so it is
+        read off the trainer's progress. Lightning keeps it in checkpoints.
+        """
+        trainer = self.trainer
+        if trainer is None or self._order is None:
+            return {}
+        learnt = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        epoch = trainer.fit_loop.epoch_progress.current.started - 1
+        skip = learnt - learnt % trainer.accumulate_grad_batches
+        if learnt >= trainer.num_training_batches:
+            epoch, skip = epoch + 1, 0
+        return {"epoch": epoch, "skip": skip, "plan": self._order.plan}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes a resumed training begin at the batch that it would have seen next.
+
+        Raises:
+            ValueError: The data or their order are others than when the checkpoint was made.
+        """
+        self._standing = state
+        if self._order is not None:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        assert self._order is not None
+        if not self._standing:
+            return
+        if self._standing["plan"] != self._order.plan:
+            raise ValueError(
+                "data: the examples, batch size, seed or number of processes are not those that "
+                "the checkpoint was made with; drop the override or train anew"
+            )
+        self._order.epoch, self._order.skip = self._standing["epoch"], self._standing["skip"]
+        self._standing = {}
 
     def _prompt_loader(self) -> DataLoader[Any]:
         """Batches ``{"input_ids", "attention_mask", "marks"}``; each process has its share.
@@ -151,47 +192,6 @@ class SummaryData(LightningDataModule):
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
         return list(source.traces(count_tokens))
-
-
-class ResumableLoader(DataLoader):
-    """A loader that a resumed training takes up at the batch that it would have seen next.
-
-    Lightning stores and restores the state of such loaders. What counts is what was learnt, not
-    what workers have fetched, so the state is read off the trainer's progress.
-    """
-
-    def __init__(self, *args: Any, trainer: Trainer, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._trainer = trainer
-
-    @property
-    def batches(self) -> PackedBatches:
-        """The sampler."""
-        assert isinstance(self.batch_sampler, PackedBatches)
-        return self.batch_sampler
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its batches are learnt, and the digest of the order."""
-        loop = self._trainer.fit_loop
-        learnt = loop.epoch_loop.batch_progress.current.processed
-        epoch = loop.epoch_progress.current.started - 1
-        skip = learnt - learnt % self._trainer.accumulate_grad_batches
-        if learnt >= self._trainer.num_training_batches:
-            epoch, skip = epoch + 1, 0
-        return {"epoch": epoch, "skip": skip, "plan": self.batches.plan}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before the first batch of a resumed training is fetched.
-
-        Raises:
-            ValueError: The data or their order are others than when the checkpoint was made.
-        """
-        if state.get("plan", self.batches.plan) != self.batches.plan:
-            raise ValueError(
-                "data: the examples, batch size, seed or number of processes are not those that "
-                "the checkpoint was made with; drop the override or train anew"
-            )
-        self.batches.epoch, self.batches.skip = state["epoch"], state["skip"]
 
 
 class _Rows:

@@ -97,16 +97,21 @@ class FileSource(TraceSource):
     Args:
         path: File, folder or hub id; our own layout or that of Bespoke-Stratos.
         skip_bad: Leave out (and count) rows that are no trace, instead of stopping at the first.
+        first: Where to begin, counted from 0: validation may take what training leaves out.
         limit: At most so many traces.
     """
 
-    def __init__(self, path: str, skip_bad: bool = False, limit: int | None = None) -> None:
-        self.path, self.skip_bad, self.limit = path, skip_bad, limit
+    def __init__(
+        self, path: str, skip_bad: bool = False, first: int = 0, limit: int | None = None
+    ) -> None:
+        self.path, self.skip_bad, self.first, self.limit = path, skip_bad, first, limit
 
     def traces(self, count_tokens: Callable[[str], int]) -> Iterator[Trace]:
         report = ReadReport()
         on_bad: Literal["skip", "error"] = "skip" if self.skip_bad else "error"
         found = read_traces(self.path, on_bad, report=report, count_tokens=count_tokens)
-        yield from islice(found, self.limit)
+        yield from islice(
+            found, self.first, None if self.limit is None else self.first + self.limit
+        )
         if report.dropped:
             print(f"{self.path}: {report}", file=sys.stderr)

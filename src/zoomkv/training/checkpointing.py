@@ -47,8 +47,8 @@ def check_options(given: dict[str, Any], checkpoint: dict[str, Any]) -> None:
         ValueError: Names the first option that differs.
     """
     made_with = checkpoint["hyper_parameters"]
-    for name in sorted(given.keys() - set(FREE_TO_CHANGE)):
-        now, then = _plain(given[name]), _plain(made_with.get(name))
+    for name in sorted((given.keys() & made_with.keys()) - set(FREE_TO_CHANGE)):
+        now, then = _plain(given[name]), _plain(made_with[name])
         if now != then:
             if isinstance(now, dict) and isinstance(then, dict):
                 part = next(key for key in now if now[key] != then.get(key))

@@ -77,10 +77,8 @@ def main(arguments: list[str]) -> None:
             trainer_defaults={"use_distributed_sampler": False},
             parser_kwargs={**raising, **{name: raising for name in SUBCOMMANDS}},
         )
-    except ArgumentError as error:
+    except (ArgumentError, ValueError, MisconfigurationException) as error:
         raise ValueError(_brief(str(error))) from error
-    except MisconfigurationException as error:
-        raise ValueError(str(error)) from error
 
 
 def _brief(message: str) -> str:
