@@ -117,7 +117,7 @@ class PolicyLayer(CacheLayerMixin):
         """Called with the first keys and values ``[B, Hkv, Q, D]``."""
         self.is_initialized = True
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, step: Step
     ) -> tuple[Tensor, Tensor]:  # 2 x [B, Hkv, T, D]
         """Stores the rows of one forward beyond those committed; returns what it attends to."""
@@ -176,6 +176,17 @@ class PolicyCache(Cache, SteppedCache):
     name: ClassVar[str] = "policy"
     wants_queries: ClassVar[bool] = False
     """Whether decode steps keep the queries of all layers until they are committed."""
+    layers: list[Any]
+    groups: list[tuple[Slots, list[Any]]]
+    """Slots, and the layers that store what they say."""
+    _seen: int
+    _lengths: Tensor  # [B]
+    _ended: Tensor  # bool [B]
+    _kinds: Tensor  # uint8 [B, columns and slack]
+    _prompt_start: Tensor  # [B], tokens of each row before the prompt of this turn
+    _prompt_end: int | None
+    _step: Step | None
+    _device: torch.device
     keeps_everything: ClassVar[bool] = False
     """Whether every row stays in its place for good."""
 
@@ -190,7 +201,6 @@ class PolicyCache(Cache, SteppedCache):
         for layer in layers:
             groups.setdefault(id(layer.slots), (layer.slots, []))[1].append(layer)
         self.groups = list(groups.values())
-        """Slots, and the layers that store what they say."""
         self._clear()
 
     # -- what a user calls ----------------------------------------------------------------------
@@ -287,7 +297,7 @@ class PolicyCache(Cache, SteppedCache):
         self._step = step
         return step
 
-    def update(  # type: ignore[override]
+    def update(
         self,
         key_states: Tensor,  # [B, Hkv, Q, D]
         value_states: Tensor,  # [B, Hkv, Q, D]
@@ -453,10 +463,10 @@ class PolicyCache(Cache, SteppedCache):
 
     def _clear(self) -> None:
         self._seen = 0
-        self._prompt_end: int | None = None
+        self._prompt_end = None
         self._in_prompt = False
         self._moving = False
-        self._step: Step | None = None
+        self._step = None
         self._device = torch.device("cpu")
         self.traffic.to_device = self.traffic.to_host = 0
         self._start(0, self._device)

@@ -50,6 +50,8 @@ class ZoomRCache(SumRCache):
 
     name = "zoomr"
     wants_queries = True
+    _mean_keys: Tensor | None  # [L, B, Hkv, N, D]
+    _votes: Tensor  # int32 [B, N]
 
     def __init__(
         self,
@@ -183,7 +185,7 @@ class ZoomRCache(SumRCache):
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._votes = torch.zeros(batch, 0, dtype=torch.int32)
-        self._mean_keys: Tensor | None = None  # [L, B, Hkv, N, D]
+        self._mean_keys = None
         self._dispensable = False
 
     def _capacity(self) -> int:
