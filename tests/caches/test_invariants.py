@@ -197,6 +197,7 @@ def test_a_row_that_ends_early_does_not_disturb_the_other(bench: Any, tools: Any
     question = torch.cat([together, tools.prompt_ids(2, 3, seed=5)], dim=1)
     mask = torch.ones_like(question)
     mask[0, end:49] = 0
+    cache.set_eos(None)
     bench.generate(question, mask, cache=cache, max_new_tokens=5)
     assert cache.lengths.tolist() == [end + 7, 56]
 
