@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoomkv.cli.parser import Parser, positive_int
+from zoomkv.cli.parser import Parser, literal, option, positive_int
 
 if TYPE_CHECKING:
     from zoomkv.generation import Stats
@@ -20,7 +19,7 @@ MIB = 1024 * 1024
 def main(argv: Sequence[str]) -> None:
     """Streams one answer to stdout, and what it cost to stderr."""
     arguments = _parser().parse_args(argv[1:])
-    options = dict(map(_option, arguments.option))
+    options = dict(map(option, arguments.option))
     if arguments.budget is not None:
         options["budget"] = arguments.budget
     prompt = _prompt(arguments)
@@ -84,24 +83,10 @@ def _parser() -> Parser:
 
 
 def _number(text: str) -> int | float:
-    number = _literal(text)
+    number = literal(text)
     if not isinstance(number, int | float):
         raise ArgumentTypeError(f"{text!r} is not a number")
     return number
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise ValueError(f"--option {text}: write NAME=VALUE, such as window=512")
-    return name.replace("-", "_"), _literal(value)
 
 
 def _prompt(arguments: Namespace) -> str:

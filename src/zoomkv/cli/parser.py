@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import ast
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,3 +22,23 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def literal(text: str) -> Any:
+    """A Python literal (256, 0.1, true, None), or the text itself."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def option(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` as a pair.
+
+    Raises:
+        ValueError: There is no ``=``.
+    """
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--option {text}: write NAME=VALUE, such as window=512")
+    return name.replace("-", "_"), literal(value)

@@ -21,12 +21,22 @@ METADATA = "zoomkv"
 """Key of a training checkpoint under which all that export needs is found."""
 
 
-def export_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Artifact:
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: dict[str, Any] | None = None,
+    figures: dict[str, Any] | None = None,
+    note: str | None = None,
+) -> Artifact:
     """Exports a training checkpoint.
 
     Args:
         source: A ``.ckpt`` file, or a run's folder: its newest ``last.ckpt`` is taken.
         target: The artifact's folder.
+        options: Options of the policy that it was trained for, where they should differ from the
+            policy's defaults.
+        figures: What was measured, for the model card, besides the training's own metrics.
+        note: How it was trained, in words, for the model card.
 
     Returns:
         The manifest that was written.
@@ -57,8 +67,13 @@ def export_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[
             "steps": metadata["steps"],
             "base precision": metadata["precision"],
             "lora": metadata["lora"],
+            **({"how": note} if note else {}),
         },
-        figures={name: value for name, value in metadata["metrics"].items() if isfinite(value)},
+        figures={
+            **{name: value for name, value in metadata["metrics"].items() if isfinite(value)},
+            **(figures or {}),
+        },
+        options=options or {},
     )
     write_artifact(target, artifact, partial(save_adapter, adapted, metadata["base"]))
     return artifact
