@@ -32,8 +32,8 @@ ZOOMR: dict[str, Any] = {"window": 64, "consensus": 2, "top_k": 2}
 def main() -> None:
     arguments = _arguments()
     shape = LedgerShape(steps=tuple(arguments.steps))
-    # Ledgers of like length share a batch; the seed is used by no training configuration.
-    problems = sorted(ledgers(arguments.n, arguments.seed, shape), key=lambda t: len(t.segments))
+    # A seed that no training configuration uses.
+    problems = list(ledgers(arguments.n, arguments.seed, shape))
     model, tokenizer = load(arguments.checkpoint, precision=arguments.precision)
     make = partial(Generator, model, tokenizer)
     out = Path(arguments.out)
@@ -46,12 +46,10 @@ def main() -> None:
         return done[policy]
 
     full, zoomr = arm("full"), arm("zoomr", **ZOOMR)
-    sample = problems[len(problems) // 2 :][: arguments.batch_size]
+    sample, target = problems[: arguments.batch_size], zoomr.device_bytes[0]
     for policy, option, guess in (("sumr", "window", 96), ("streaming_llm", "budget", 400)):
         if policy not in done:
-            value = matching(
-                make, policy, option, zoomr.mean_bytes, sample, arguments.max_new_tokens, guess
-            )
+            value = matching(make, policy, option, target, sample, arguments.max_new_tokens, guess)
             arm(policy, **{option: value})
     print(_table([full, zoomr, done["sumr"], done["streaming_llm"]], zoomr))
 
@@ -62,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=60)
     parser.add_argument("--steps", type=int, nargs=2, default=(8, 12))
     parser.add_argument("--seed", type=int, default=99)
-    parser.add_argument("--batch-size", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=720)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--out", default="runs/recall.json")
