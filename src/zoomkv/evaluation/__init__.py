@@ -1,0 +1,1 @@
+"""What caches keep of a text, measured."""
