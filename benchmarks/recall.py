@@ -3,9 +3,9 @@
     python benchmarks/recall.py [--checkpoint FOLDER] [--n 60] [--out FILE.json]
 
 ZoomR has no budget of its own, so it runs first; SumR's window and StreamingLLM's budget are then
-tuned on one batch to ZoomR's mean device bytes. *Recalled*: both asked values equal what the text
-itself says in its steps. *Right*: both equal the truth. Finished arms stand in FILE.json and are not
-run again.
+tuned to ZoomR's mean device bytes by replaying the full cache's text of the first batch.
+*Recalled*: both asked values equal what the text itself says in its steps. *Right*: both equal the
+truth. Finished arms stand in FILE.json and are not run again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from zoomkv.evaluation.statistics import mcnemar
 
 from zoomkv.data.ledger import LedgerShape, ledgers
 from zoomkv.data.traces import Trace
 from zoomkv.evaluation.recall import Arm, matching, run_arm
+from zoomkv.evaluation.replay import replayed_bytes
+from zoomkv.evaluation.statistics import mcnemar
 from zoomkv.generation import Generator, load
 
 ZOOMR: dict[str, Any] = {"window": 64, "consensus": 2, "top_k": 2}
@@ -46,11 +48,11 @@ def main() -> None:
         return done[policy]
 
     full, zoomr = arm("full"), arm("zoomr", **ZOOMR)
-    sample, target = problems[: arguments.batch_size], zoomr.device_bytes[0]
+    first = problems[: arguments.batch_size]
     for policy, option, guess in (("sumr", "window", 96), ("streaming_llm", "budget", 400)):
         if policy not in done:
-            value = matching(make, policy, option, target, sample, arguments.max_new_tokens, guess)
-            arm(policy, **{option: value})
+            measure = partial(_bytes, make, policy, option, first, full)
+            arm(policy, **{option: matching(measure, zoomr.device_bytes[0], guess)})
     print(_table([full, zoomr, done["sumr"], done["streaming_llm"]], zoomr))
 
 
@@ -65,6 +67,35 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--out", default="runs/recall.json")
     return parser.parse_args()
+
+
+def _bytes(
+    make: Callable[..., Generator],
+    policy: str,
+    option: str,
+    problems: list[Trace],
+    full: Arm,
+    value: int,
+) -> float:
+    """Device bytes of a ledger at a value of a policy's option, for the full cache's text."""
+    generator = make(policy, **{option: value})
+    tokenizer = generator.tokenizer
+    prompts = tokenizer(
+        [generator.render(problem.problem) for problem in problems],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
+    )
+    total = replayed_bytes(
+        generator.new_cache(),
+        prompts["input_ids"],
+        prompts["attention_mask"],
+        full.ids[: len(problems)],
+        tokenizer.pad_token_id,
+        generator.model.dtype,
+    )
+    return total / len(problems)
 
 
 def _run(generator: Generator, problems: list[Trace], arguments: argparse.Namespace) -> Arm:

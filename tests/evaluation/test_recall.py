@@ -53,5 +53,5 @@ def test_an_arm_is_marked_ledger_by_ledger() -> None:
 @pytest.mark.parametrize("guess", [1, 40, 900])
 def test_matching_finds_the_value(guess: int) -> None:
     target = 100 + 1.5 * 64
-    value = matching(Scripted, "sumr", "window", target, LEDGERS, 100, guess)  # type: ignore[arg-type]
-    assert abs((100 + 1.5 * value) / target - 1) <= 0.01
+    value = matching(lambda window: 100 + 1.5 * window, target, guess)
+    assert abs((100 + 1.5 * value) / target - 1) <= 0.005

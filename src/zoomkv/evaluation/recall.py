@@ -11,9 +11,6 @@ from zoomkv.data.traces import Trace
 from zoomkv.evaluation.statistics import wilson
 from zoomkv.generation import Answer, Generator
 
-MakeGenerator = Callable[..., Generator]
-"""``make(policy, **options)`` gives a generator; the model behind it is shared."""
-
 
 @dataclass
 class Arm:
@@ -33,6 +30,8 @@ class Arm:
     """Share of the written lines whose sum is right."""
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    """What was generated."""
     device_bytes: list[float] = field(default_factory=list)
     """Mean over decode steps, for each batch, divided by the batch's ledgers."""
     peak_bytes: list[float] = field(default_factory=list)
@@ -107,34 +106,26 @@ def run_arm(
 
 
 def matching(
-    make: MakeGenerator,
-    policy: str,
-    option: str,
+    measure: Callable[[int], float],
     target: float,
-    ledgers: Sequence[Trace],
-    max_new_tokens: int,
     first_guess: int,
-    tolerance: float = 0.01,
-    rounds: int = 6,
+    tolerance: float = 0.005,
+    rounds: int = 12,
 ) -> int:
-    """The value of a policy's option at which it takes as many device bytes as another.
+    """The value at which a policy takes as many device bytes as another.
 
     Args:
-        make: Gives generators.
-        policy: Name of the policy to tune.
-        option: A number of rows that device bytes grow with: ``window``, ``budget``.
-        target: Device bytes for one ledger, mean over steps.
-        ledgers: One batch to measure on.
-        max_new_tokens: Longest answer.
+        measure: Device bytes at a value of the option, such as a window or a budget in rows; they
+            must grow with it.
+        target: Device bytes to come to.
         first_guess: Where to begin.
         tolerance: Relative distance from the target that will do.
         rounds: Most measurements.
     """
     value, tried = first_guess, {}
     while value not in tried and len(tried) < rounds:
-        *_, arm = run_arm(make(policy, **{option: value}), ledgers, len(ledgers), max_new_tokens)
-        tried[value] = arm.mean_bytes
-        if abs(arm.mean_bytes / target - 1) <= tolerance:
+        tried[value] = measure(value)
+        if abs(tried[value] / target - 1) <= tolerance:
             return value
         value = _next_guess(tried, target)
     return min(tried, key=lambda tried_value: abs(tried[tried_value] - target))
@@ -162,3 +153,4 @@ def _mark(arm: Arm, ledger: Trace, answer: Answer) -> None:
     arm.finished.append(answer.finished)
     arm.tokens.append(len(answer.ids))
     arm.texts.append(answer.text)
+    arm.ids.append(answer.ids)

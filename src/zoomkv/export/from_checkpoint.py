@@ -31,7 +31,7 @@ def export_checkpoint(
     """Exports a training checkpoint.
 
     Args:
-        source: A ``.ckpt`` file, or a run's folder: its newest ``last.ckpt`` is taken.
+        source: A ``.ckpt`` file, or a run's folder: its newest ``last*.ckpt`` is taken.
         target: The artifact's folder.
         options: Options of the policy that it was trained for, where they should differ from the
             policy's defaults.
@@ -82,7 +82,8 @@ def export_checkpoint(
 def find_checkpoint(source: Path) -> Path:
     """The checkpoint file that ``source`` names or, as a run's folder, holds."""
     if source.is_dir():
-        found = sorted(source.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
+        # A resumed run may have written last-v1.ckpt beside the older last.ckpt.
+        found = sorted(source.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise ValueError(f"{source}: there is no last.ckpt in this run; name a .ckpt file")
         return found[-1]
