@@ -44,7 +44,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import zoomkv
 from zoomkv.backbone.delimiters import add_to_model
-from zoomkv.backbone.load import load_base
+from zoomkv.backbone.load import Precision, load_base
 from zoomkv.caches.base import ModelShape
 from zoomkv.caches.registry import make_cache
 from zoomkv.ops.attention import grouped_attention
@@ -60,7 +60,7 @@ class FloorLayer(CacheLayerMixin):
     def __init__(self, shape: ModelShape, dtype: torch.dtype, rows: Callable[[], int]) -> None:
         super().__init__()
         size = (1, shape.kv_heads, rows() + 4 * _SHORT, shape.head_dim)
-        self.keys, self.values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
+        self._keys, self._values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
         self.rows = rows
         self.is_initialized = True
 
@@ -72,9 +72,9 @@ class FloorLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:  # 2 x [1, Hkv, rows, D]
         """Writes the newest row over the last; returns all."""
         rows = self.rows()
-        self.keys[:, :, rows - 1 : rows] = key_states
-        self.values[:, :, rows - 1 : rows] = value_states
-        return self.keys[:, :, :rows], self.values[:, :, :rows]
+        self._keys[:, :, rows - 1 : rows] = key_states
+        self._values[:, :, rows - 1 : rows] = value_states
+        return self._keys[:, :, :rows], self._values[:, :, :rows]
 
     def get_seq_length(self) -> int:
         """Rows that are read, the newest apart."""
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(precision: str, arguments: argparse.Namespace, report: Report) -> None:
+def _measure(precision: Precision, arguments: argparse.Namespace, report: Report) -> None:
     model, tokenizer = _model(precision, arguments)
     script = Script(tokenizer, 24, 4, 8) if arguments.quick else Script(tokenizer)
     start = arguments.seen - arguments.prompt
@@ -181,7 +181,7 @@ def _against(timings: Timings, name: str) -> tuple[str, str]:
     return floor, f"{timings.ratio('DynamicCache', name)[0]:.2f}"
 
 
-def _model(precision: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
+def _model(precision: Precision, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model, not attached yet, and a tokenizer with the two delimiters."""
     if arguments.quick:
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -194,7 +194,7 @@ def _model(precision: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
             num_key_value_heads=2,
             max_position_embeddings=65536,
         )
-        return LlamaForCausalLM(config).to(dtype).eval(), BareTokenizer()
+        return LlamaForCausalLM(config).eval().to(dtype=dtype), BareTokenizer()
     model, tokenizer = load_base("smollm2-135m", precision)
     add_to_model(model, tokenizer)
     return model, tokenizer
@@ -234,8 +234,11 @@ def _contenders(
 
     def floor(name: str) -> Contender:
         slots = caches[name].groups[0][0]
-        layers = [FloorLayer(shape, model.dtype, lambda: slots.length) for _ in range(shape.layers)]
-        cache = Cache(layers=layers)
+        cache = Cache(
+            layers=[
+                FloorLayer(shape, model.dtype, lambda: slots.length) for _ in range(shape.layers)
+            ]
+        )
         return Contender(f"floor of {name}", _decoding(bare, cache, script))
 
     def peer(name: str, model: Any, length: int, every: int = 1) -> Contender:

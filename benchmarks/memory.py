@@ -303,7 +303,7 @@ def _text(arguments: argparse.Namespace) -> tuple[Any, Any, Tensor, Tensor]:
             num_attention_heads=2,
             num_key_value_heads=1,
         )
-        model, tokenizer = LlamaForCausalLM(config).to(torch.bfloat16).eval(), BareTokenizer()
+        model, tokenizer = LlamaForCausalLM(config).eval().to(dtype=torch.bfloat16), BareTokenizer()
         script = Script(tokenizer, 24, 4, 8)
         ids = torch.cat([script.token(n)[0] for n in range(arguments.text_tokens)])
         return model, tokenizer, ids[:16], ids[16:]

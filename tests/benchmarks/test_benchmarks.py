@@ -121,7 +121,7 @@ def test_floor_computes_what_a_plain_cache_computes(scripts, harness, tiny_llama
     layers = [scripts.decode.FloorLayer(shape, torch.float32, lambda: rows) for _ in range(2)]
     plain = scripts.decode.DynamicCache()
     for number, layer in enumerate(layers):
-        plain.update(layer.keys[:, :, : rows - 1], layer.values[:, :, : rows - 1], number)
+        plain.update(layer._keys[:, :, : rows - 1], layer._values[:, :, : rows - 1], number)
     token = torch.tensor([[7]])
     with torch.inference_mode():
         got = floor(token, cache=scripts.decode.Cache(layers=layers)).logits
