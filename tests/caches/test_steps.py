@@ -49,10 +49,43 @@ def test_an_interrupted_move_is_refused_until_reset(tiny_llama: Any, tools: Any)
     with pytest.raises(TypeError):
         tools.run(model, cache, tools.prompt_ids(1, 12), tools.scripted_ids(1, 3))
     working_set.move = move
-    with pytest.raises(ValueError, match="interrupted while rows moved.*reset"):
+    with pytest.raises(ValueError, match="interrupted while it was changing.*reset"):
         model(tools.prompt_ids(1, 1), cache=cache)
     cache.reset()
     tools.run(model, cache, tools.prompt_ids(1, 12), tools.scripted_ids(1, 3))
+
+
+@one_model
+def test_a_first_forward_that_breaks_off_leaves_no_batch_size(bench: Any, tools: Any) -> None:
+    cache, layers = bench.cache(), bench.model.get_decoder().layers
+    with layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0), torch.no_grad():
+        for rows, length in ((3, 30), (2, 9)):
+            with pytest.raises(ZeroDivisionError):
+                bench.model(tools.prompt_ids(rows, length), cache=cache)
+    prompt, generated = tools.prompt_ids(1, 9), tools.scripted_ids(1, 30)
+    logits, _ = tools.run(bench.model, cache, prompt, generated)
+    expected, _ = tools.run(bench.model, bench.cache(), prompt, generated)
+    assert torch.equal(logits, expected)
+
+
+def test_a_step_that_breaks_off_while_it_is_committed_is_not_fed_twice(
+    tiny_llama: Any, tools: Any, monkeypatch: Any
+) -> None:
+    model = tiny_llama()
+    zoomkv.attach(model)
+    cache = make_cache("zoomr", model, tools.TOKENIZER, tools.DELIMITERS, window=4)
+    prompt, generated = tools.prompt_ids(1, 5), tools.scripted_ids(1, 15)
+
+    def out_of_memory(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr("zoomkv.caches.zoomr.vote", out_of_memory)
+        tools.run(model, cache, prompt, generated)
+    with pytest.raises(ValueError, match="interrupted while it was changing.*reset"):
+        model(generated[:, 13:14], cache=cache)
+    cache.reset()
+    tools.run(model, cache, prompt, generated)
 
 
 @one_model

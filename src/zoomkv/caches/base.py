@@ -275,12 +275,12 @@ class PolicyCache(Cache, SteppedCache):
         self._step = None
         if self._moving:
             raise ValueError(
-                "this cache was interrupted while rows moved between the tiers: call reset()"
+                "this cache was interrupted while it was changing: call reset() and start anew"
             )
         ids = input_ids.detach().to("cpu")
         self._check_ids(ids)
-        if not len(self._lengths):
-            self._start(ids.shape[0], input_ids.device)
+        if not self._seen:
+            self._begin_anew(ids.shape[0], input_ids.device)
         in_prompt = self._enter(ids.shape[1])
         real = self._real_tokens(ids, attention_mask, in_prompt)
         step = Step(ids, real, self._positions(ids, real), self._seen, in_prompt)
@@ -318,16 +318,17 @@ class PolicyCache(Cache, SteppedCache):
         """See ``SteppedCache``."""
         assert step is self._step, "a step is committed once, by the forward that began it"
         self._step = None
-        for slots, layers in self.groups:
-            slots.append(step, step.placements[layers[0].number])
-        self._record_columns(step)
-        self._lengths = self._lengths + step.added
-        self._seen += step.size
-        if not step.in_prompt:
-            self._record_ends(step)
-            self.decoded(step, hidden)
-        elif self._prompt_end == self._seen:
-            self._finish_prompt()
+        with self.moving():
+            for slots, layers in self.groups:
+                slots.append(step, step.placements[layers[0].number])
+            self._record_columns(step)
+            self._lengths = self._lengths + step.added
+            self._seen += step.size
+            if not step.in_prompt:
+                self._record_ends(step)
+                self.decoded(step, hidden)
+            elif self._prompt_end == self._seen:
+                self._finish_prompt()
 
     # -- what a policy overrides ----------------------------------------------------------------
 
@@ -457,9 +458,9 @@ class PolicyCache(Cache, SteppedCache):
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Marks a change that can't be undone half-way: an error inside spoils the cache."""
-        self._moving = True
+        outer, self._moving = self._moving, True
         yield
-        self._moving = False
+        self._moving = outer
 
     def _clear(self) -> None:
         self._seen = 0
@@ -480,12 +481,19 @@ class PolicyCache(Cache, SteppedCache):
         for slots, _ in self.groups:
             slots.start(batch, device)
 
+    def _begin_anew(self, batch: int, device: torch.device) -> None:
+        """The first forward begins; one that broke off leaves nothing, not even its batch size."""
+        for layer in self.layers:
+            layer.reset()
+        self._in_prompt = False
+        self._start(batch, device)
+
     def _check_ids(self, ids: Tensor) -> None:  # [B, Q]
         batch, size = ids.shape
         if not batch or not size:
             raise ValueError("the input holds no token: give at least one for every row")
         held = len(self._lengths)
-        if held and batch != held:
+        if self._seen and batch != held:
             raise ValueError(
                 f"the input has {batch} rows, the cache holds {held}: for beams or several "
                 "returned sequences over a cached prompt first call "
@@ -524,7 +532,8 @@ class PolicyCache(Cache, SteppedCache):
             raise ValueError(f"row {row} of the batch holds no token: its prompt is all padding")
         self._in_prompt = False
         self._prompt_end = None
-        self.prompt_read(self._lengths - self._prompt_start)
+        with self.moving():
+            self.prompt_read(self._lengths - self._prompt_start)
 
     def _real_tokens(
         self, ids: Tensor, attention_mask: Tensor | None, in_prompt: bool
