@@ -46,6 +46,8 @@ def model(tiny_llama: Any) -> Any:
         ("sumr", {"max_interval": 0}, "max_interval=0"),
         ("sumr", {"open_cap": 0}, "open_cap=0"),
         ("sumr", {"boundary": "prefix"}, "'prefix' is unknown"),
+        ("sumr", {"boundary": [1]}, "is unknown"),
+        ("zoomr", {"window": "x", "budget": 100}, "window='x'"),
         ("sumr", {"residency": "remote"}, "residency='remote': choose one of resident, streamed"),
         ("zoomr", {"host_precision": "int4"}, "host_precision='int4': choose one of auto"),
         ("full_offloaded", {"host_precision": "fp8"}, "host_precision='fp8'"),

@@ -181,6 +181,33 @@ def test_left_padding_gives_the_tokens_of_each_row_alone(bench: Any, tools: Any)
 
 
 @one_model
+def test_rows_out_of_step_are_as_alone(bench: Any, tools: Any) -> None:
+    """Rows of unequal length whose sentences and summaries end in different steps."""
+    prompt = tools.prompt_ids(2, 16)
+    mask = torch.ones_like(prompt)
+    mask[1, :7] = 0
+    generated = tools.scripted_ids(2, 84)
+    generated[1] = torch.cat([generated[1, :4], tools.scripted_ids(1, 40)[0], generated[1, :40]])
+    shares = [{"budget": 0.5}] if "budget" in bench.policy.binding else []
+    for options in ({}, *shares):
+        cache = bench.cache(**options)
+        together, _ = tools.run(bench.model, cache, prompt, generated, mask)
+        for row, pads in enumerate((0, 7)):
+            single = bench.cache(**options)
+            ids = prompt[row : row + 1, pads:], generated[row : row + 1]
+            alone, _ = tools.run(bench.model, single, *ids)
+            torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+            own = [entry for entry in cache.trace() if entry["row"] == row]
+            expected = [
+                entry | {"row": row, "column": entry["column"] + pads} for entry in single.trace()
+            ]
+            assert own == expected
+            assert torch.equal(
+                cache.readable(0)[row, :, : 100 - pads], single.readable(0)[0, :, : 100 - pads]
+            )
+
+
+@one_model
 def test_a_row_that_ends_early_does_not_disturb_the_other(bench: Any, tools: Any) -> None:
     prompt = tools.prompt_ids(2, 9)
     alone = [bench.alone(row[None])[0] for row in prompt]

@@ -157,7 +157,7 @@ def test_only_changed_rows_move(model: Any, zoomr: Any, tools: Any) -> None:
 
 
 def test_streamed_keeps_two_layers_on_the_device(tiny: Any, tools: Any) -> None:
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=5)
     zoomkv.attach(model)
     sizes = {}
     for residency in ("resident", "streamed"):

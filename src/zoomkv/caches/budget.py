@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 _SHARE_STEP = 32  # a share grows with the sequence; buffers follow in steps of this many rows
 
 
@@ -35,12 +38,12 @@ class Budget:
             raise ValueError(f"budget={value}: this policy needs at least {smallest} rows")
         return cls(value)
 
-    def rows(self, full: int) -> int:
-        """Rows allowed when the full cache holds ``full``."""
+    def rows(self, full: Tensor) -> Tensor:  # [B] -> [B]
+        """Rows allowed to each batch row, where its full cache holds ``full``."""
         if isinstance(self.value, int):
-            return self.value
-        rows = int(self.value * full)
-        return rows if rows < 2 * _SHARE_STEP else rows // _SHARE_STEP * _SHARE_STEP
+            return torch.full_like(full, self.value)
+        rows = (self.value * full.double()).long()
+        return torch.where(rows < 2 * _SHARE_STEP, rows, rows // _SHARE_STEP * _SHARE_STEP)
 
 
 def check_at_least(option: str, value: int, smallest: int) -> int:

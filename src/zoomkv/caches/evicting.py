@@ -141,18 +141,21 @@ class EvictingCache(PolicyCache):
             return self._prompt
         return torch.full_like(self._lengths, self._prefix)
 
-    def _capacity(self, slots: Slots, layer: EvictingLayer) -> int:
-        """Rows that fit the budget, what indexes them included."""
-        rows = max(self._budget.rows(int(self._lengths.max())), self._smallest)
-        prefix = int(self._protected_prefix().max())
+    def _capacity(self, slots: Slots, layer: EvictingLayer) -> Tensor:  # [B]
+        """Rows that fit each batch row's own budget, what indexes them included."""
+        rows = self._budget.rows(self._lengths).clamp(min=self._smallest)
+        prefix = self._protected_prefix()
         if not self._count_prefix:
-            rows += prefix
+            rows = rows + prefix
         row = layer.row_bytes()
         capacity = rows * row // (row + layer.side_bytes + slots.bytes_per_row)
-        if self._prefix is None and capacity < prefix + self._recent + self._interval:
+        short = capacity < prefix + self._recent + self._interval
+        if self._prefix is None and bool(short.any()):
+            at = int(short.nonzero()[0])
             raise ValueError(
-                f"budget={self._budget.value}: {capacity} rows can't hold the prompt of {prefix} "
-                f"tokens and {self._recent + self._interval} more; raise it, or do not count it"
+                f"budget={self._budget.value}: {int(capacity[at])} rows can't hold the prompt of "
+                f"{int(prefix[at])} tokens and {self._recent + self._interval} more; raise it, or "
+                "do not count it"
             )
         return capacity
 
@@ -165,7 +168,7 @@ class EvictingCache(PolicyCache):
                 target = capacity - self._interval if room else capacity
                 drop = torch.where(over, slots.count - target, 0)
                 self._evict(slots, layers, drop)
-            self._set_ceiling(slots, layers, capacity)
+            self._set_ceiling(slots, layers, int(capacity.max()))
 
     def _evict(self, slots: Slots, layers: Sequence[EvictingLayer], drop: Tensor) -> None:  # [B]
         keys, values = layers[0].stored()

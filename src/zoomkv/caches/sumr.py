@@ -65,7 +65,7 @@ class SumRCache(RetrievingCache):
             delimiters = _vocabulary(tokenizer, "delimiters", Delimiters.special)
         mask = _vocabulary(
             tokenizer,
-            (shape.vocabulary, boundary),
+            (shape.vocabulary, str(boundary)),
             lambda t: boundary_mask(t, shape.vocabulary, boundary),  # type: ignore[arg-type]
         )
         self.tracker = ThoughtTracker(delimiters, mask, max_interval)
@@ -77,8 +77,8 @@ class SumRCache(RetrievingCache):
     def summarised(self, rows: Tensor) -> None:  # bool [B]
         """The last summary of the marked rows has been closed; its rows are archived."""
 
-    def choose(self, step: Step) -> tuple[Tensor, Tensor]:  # 2 x bool [B, N]
-        """Segments to read in full, and those to read as their summaries."""
+    def choose(self, rows: Tensor, step: Step) -> tuple[Tensor, Tensor]:  # 2 x bool [B, N]
+        """Segments that the marked rows read in full, and those that they read as summaries."""
         count = self.tracker.table.count
         everything = torch.arange(int(count.max())) < count[:, None]
         return torch.zeros_like(everything), everything
@@ -115,7 +115,7 @@ class SumRCache(RetrievingCache):
 
     def update_reading(self, rows: Tensor, step: Step) -> None:  # bool [B]
         """Chooses anew what some rows read from the next step on."""
-        zoomed, summarised = self.choose(step)
+        zoomed, summarised = self.choose(rows, step)
         self.read_only(self.readable_with(zoomed, summarised), rows)
         for row in rows.nonzero().squeeze(1).tolist():
             self._trace[row].append(

@@ -27,7 +27,9 @@ class ZoomRCache(SumRCache):
     """Reads a few paragraphs in full and others as summaries, by the votes of all heads.
 
     With a ``budget`` the least-voted summaries go first, then the least-voted paragraphs; the
-    prompt, the window and the paragraph being written stay, even if they exceed it alone.
+    prompt, the window and the paragraph being written stay, even if they exceed it alone. Each
+    batch row has a budget of its own: one with fewer summaries than another may use as rows what
+    the index, which is as long for all, has reserved for it.
 
     Args:
         model: The causal LM that will use it.
@@ -51,7 +53,8 @@ class ZoomRCache(SumRCache):
     name = "zoomr"
     wants_queries = True
     _mean_keys: Tensor | None  # [L, B, Hkv, N, D]
-    _votes: Tensor  # int32 [B, N]
+    _votes: Tensor  # int32 [B, N], of each row's own last boundary
+    _dispensable: Tensor  # bool [B]
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class ZoomRCache(SumRCache):
         residency: str = "resident",
         host_precision: str = "auto",
     ) -> None:
+        check_at_least("window", window, 1)
         self._consensus = check_at_least("consensus", consensus, 0)
         self._top_k = check_at_least("top_k", top_k, 1)
         if vote_heads not in get_args(VoteHeads):
@@ -114,10 +118,11 @@ class ZoomRCache(SumRCache):
         which = rows.nonzero().squeeze(1)
         self._mean_keys[:, which, :, latest[which]] = mean[:, which].transpose(0, 1)
 
-    def choose(self, step: Step) -> tuple[Tensor, Tensor]:  # 2 x bool [B, N]
+    def choose(self, rows: Tensor, step: Step) -> tuple[Tensor, Tensor]:  # 2 x bool [B, N]
         """See ``SumRCache``: one product of all layers' queries with all mean keys."""
         count = self.tracker.table.count
         size = int(count.max())
+        self._votes = F.pad(self._votes, (0, size - self._votes.shape[1]))
         if size and step.queries:
             assert self._mean_keys is not None
             queries = torch.stack(step.queries)  # [L, B, H, 1, D]
@@ -125,13 +130,13 @@ class ZoomRCache(SumRCache):
             votes = vote(
                 grouped, self._mean_keys[:, :, :, :size], count, self._top_k, self._vote_heads
             )
-            self._votes = votes.to("cpu")
-        else:  # nothing to vote on, or a choice between two votes
-            self._votes = F.pad(self._votes, (0, size - self._votes.shape[1]))
+            # The others are not at a boundary: their last vote still counts.
+            self._votes = torch.where(rows[:, None], votes.to("cpu"), self._votes)
         zoomed, summarised = choose(self._votes, count, self._consensus)
         if self._budget is not None:
             zoomed, summarised = self._within_budget(zoomed, summarised)
-        self._dispensable = bool((zoomed | summarised).any())
+        chosen = (zoomed | summarised).any(1)
+        self._dispensable = torch.where(rows, chosen, self._dispensable)
         return zoomed, summarised
 
     def entry(self, row: int, zoomed: Tensor, summarised: Tensor) -> dict[str, Any]:
@@ -157,9 +162,9 @@ class ZoomRCache(SumRCache):
 
     def prepare(self, step: Step) -> None:
         """See ``PolicyCache``: a full budget can't wait for the next sentence end."""
-        if self._budget is None or not self._dispensable:
+        if self._budget is None or not bool(self._dispensable.any()):
             return
-        full = self.slots.count + 1 > self._capacity()
+        full = self._dispensable & (self.slots.count + 1 > self._capacity())
         if bool(full.any()):
             self.archive_rows()
             self.update_reading(full, step)
@@ -168,6 +173,7 @@ class ZoomRCache(SumRCache):
         """See ``PolicyCache``."""
         super().select(rows)
         self._votes = self._votes[rows]
+        self._dispensable = self._dispensable[rows]
         if self._mean_keys is not None:
             self._mean_keys = self._mean_keys[:, rows.to(self._mean_keys.device)]
 
@@ -180,26 +186,25 @@ class ZoomRCache(SumRCache):
     def host_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().host_tensors()
-        yield self._votes
+        yield from (self._votes, self._dispensable)
 
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._votes = torch.zeros(batch, 0, dtype=torch.int32)
         self._mean_keys = None
-        self._dispensable = False
+        self._dispensable = torch.zeros(batch, dtype=torch.bool)  # something may still go
 
-    def _capacity(self) -> int:
-        """Rows of the budget that the index leaves."""
+    def _capacity(self) -> Tensor:  # [B]
+        """Rows of each batch row's own budget that its index leaves."""
         assert self._budget is not None
-        rows = self._budget.rows(int(self._lengths.max()))
         # An entry of the index is a key without a value: half a row for each layer and KV head.
-        entries = 0 if self._mean_keys is None else self._mean_keys.shape[3]
-        return rows - -(-entries // 2)
+        entries = -(-self.tracker.table.count // _GROWTH) * _GROWTH
+        return self._budget.rows(self._lengths) - -(-entries // 2)
 
     def _bound_storage(self) -> None:
         """Keeps slack within the budget too; what may not be dropped is kept even beyond it."""
         if self._budget is not None:
-            ceiling = max(self._capacity(), self.slots.length)
+            ceiling = max(int(self._capacity().max()), self.slots.length)
             for layer in self.layers:
                 layer.working_set.limit(ceiling)
 
