@@ -20,7 +20,7 @@ from zoomkv.backbone.attach import attach, is_attached
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
 from zoomkv.backbone.load import QUANTISED, Precision, load_base
-from zoomkv.caches.base import PolicyCache
+from zoomkv.caches.base import Footprint, PolicyCache
 from zoomkv.caches.registry import make_cache
 from zoomkv.export.artifact import ADAPTER, is_artifact, read_artifact
 from zoomkv.spans.thoughts import SUMMARY_INSTRUCTION, Delimiters
@@ -50,12 +50,15 @@ def load(
         ``(model, tokenizer)``, attached, in evaluation mode.
 
     Raises:
-        ValueError: No such model, a broken artifact, or a base that is not the artifact's own.
+        ValueError: No such model, a broken artifact, a base that is not the artifact's own, or
+            ``base`` without an artifact.
     """
     if not is_artifact(path):
         folder = Path(path)
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise ValueError(f"checkpoint {path}: neither an artifact of ours nor a model's folder")
+        if base is not None:
+            raise ValueError(f"base={base!r} goes with an artifact, and {path} is none")
         model, tokenizer = load_base(path, precision, device, attention)
         attach(model, tokenizer)
         return model, tokenizer
@@ -124,7 +127,7 @@ class Generator:
         **options: Options of the policy.
 
     Raises:
-        ValueError: Unknown policy, or options out of range.
+        ValueError: Unknown policy, options out of range, or a system prompt without chat template.
     """
 
     def __init__(
@@ -142,6 +145,8 @@ class Generator:
         self.policy, self.options, self.chat = policy, options, chat
         self.system = system
         self._delimiters: Delimiters | None = None
+        if not chat and (system or textual_summaries):
+            raise ValueError("chat=False leaves no place for a system prompt: put it in the prompt")
         if textual_summaries:
             self.system = "\n\n".join(filter(None, (system, SUMMARY_INSTRUCTION)))
             self._delimiters = Delimiters.textual(tokenizer)
@@ -170,7 +175,7 @@ class Generator:
             prompts: One or several; they are padded on the left and masked by length.
             max_new_tokens: Longest answer.
             follow: The prompts are the next turn of the conversations of the call before, whose
-                cache is used again.
+                cache is used again. A turn that breaks off ends the conversation.
             streamer: A transformers streamer (batches of one).
             **settings: Anything ``model.generate`` takes: ``do_sample``, ``temperature``,
                 ``num_beams``, ``num_return_sequences``...
@@ -186,7 +191,7 @@ class Generator:
         ids, mask = self._follow(texts) if follow else self._encode(texts)
         if not follow:
             self.cache, self._history = self.new_cache(), None
-        cache = self.cache
+        cache, self.stats = self.cache, None
         assert cache is not None
         self._warn_if_long(ids.shape[1], max_new_tokens)
         eos = _as_list(settings.pop("eos_token_id", self._eos_ids()))
@@ -197,24 +202,30 @@ class Generator:
         if not settings["do_sample"]:
             # The model's own sampling defaults would only raise warnings.
             settings = dict.fromkeys(("temperature", "top_p", "top_k")) | settings
-        moved = cache.footprint()
+        before = cache.footprint()
         meter = _Meter(cache)
+        criteria = StoppingCriteriaList([meter, *settings.pop("stopping_criteria", ())])
         begun = time.perf_counter()
-        with torch.inference_mode():
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                cache=cache,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=eos,
-                pad_token_id=pad,
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([meter]),
-                **settings,
-            )
+        try:
+            with torch.inference_mode():
+                output = self.model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    cache=cache,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=eos,
+                    pad_token_id=pad,
+                    streamer=streamer,
+                    stopping_criteria=criteria,
+                    **settings,
+                )
+        except BaseException:
+            if cache.seen != before.seen:
+                self._history = None  # half a turn is in the cache
+            raise
         seconds = time.perf_counter() - begun
         answers = [self._answer(row, set(eos)) for row in output[:, ids.shape[1] :].tolist()]
-        self.stats = meter.stats(sum(len(answer.ids) for answer in answers), seconds, moved)
+        self.stats = meter.stats(sum(len(answer.ids) for answer in answers), seconds, before)
         # Beams leave a cache with a row for each, and several returns no one text, to follow.
         one = settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
         self._history = _told(output, mask, answers) if one else None
@@ -229,7 +240,8 @@ class Generator:
             ValueError: As ``generate``; whatever the generation raises is raised here.
         """
         pieces: Queue[str | BaseException | None] = Queue()
-        streamer = _Pieces(self.tokenizer, pieces, set(self._eos_ids()))
+        eos = _as_list(settings.get("eos_token_id", self._eos_ids()))
+        streamer = _Pieces(self.tokenizer, pieces, set(eos))
 
         def work() -> None:
             try:
@@ -284,8 +296,8 @@ class Generator:
     def _follow(self, prompts: list[str]) -> tuple[Tensor, Tensor]:  # 2 x [B, T]
         if self._history is None:
             raise ValueError(
-                "there is no conversation to follow: generate a first turn, greedily "
-                "or by sampling, with one answer a prompt"
+                "there is no conversation to follow, or its last turn broke off: generate a first "
+                "turn, greedily or by sampling, with one answer a prompt"
             )
         ids, mask = self._history
         if len(prompts) != len(ids):
@@ -383,10 +395,11 @@ class _Meter(StoppingCriteria):
         self.steps += 1
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def stats(self, tokens: int, seconds: float, before: Any) -> Stats:
+    def stats(self, tokens: int, seconds: float, before: Footprint) -> Stats:
         self._read()
         end = self.cache.footprint()
-        agreed = [entry.get("agreeability") for entry in self.cache.trace()]
+        turn = (entry for entry in self.cache.trace() if entry["column"] > before.seen)
+        agreed = [entry.get("agreeability") for entry in turn]
         known = [share for share in agreed if share is not None]
         return Stats(
             tokens=tokens,
