@@ -42,6 +42,9 @@ def answer(folder, prompt, tokens=20, policy="full", seed=None, sampling=None, *
     return "".join(generator.stream(prompt, tokens, **(sampling or {})))
 
 
+STREAMING = ["--policy", "streaming_llm"]
+
+
 def run(capsys, folder, *words):
     code = main(["generate", folder, *words])
     captured = capsys.readouterr()
@@ -97,12 +100,33 @@ def test_stats_go_to_stderr(folder, capsys):
         (["--prompt", "x", "--temperature", "-1"], "choose --temperature of at least 0"),
         (["--prompt", "x", "--max-new-tokens", "0"], "'0' is not a whole number of at least 1"),
         (["--prompt", "x", "--precision", "fp8"], "precision 'fp8'"),
+        (["--prompt", "x\udcff"], "--prompt is not UTF-8"),
+        (["--prompt", "x", "--temperature", "nan"], "choose --temperature of at least 0"),
+        (["--prompt", "x", "--temperature", "inf"], "choose --temperature of at least 0"),
+        (["--prompt", "x", "--top-p", "0.9"], "--top-p is for sampling"),
+        (["--prompt", "x", "--seed", "-1"], "'-1' is not a whole number from 0"),
+        (["--prompt", "x", "--seed", str(2**64)], "is not a whole number from 0"),
+        (["--prompt", "x", "--base", "elsewhere"], "base='elsewhere' goes with an artifact"),
+        (["--prompt", "x", "-o", "system=y"], "policy 'full' has no option 'system'"),
+        (["--prompt", "x", "-o", "policy=sumr"], "policy 'full' has no option 'policy'"),
+        (["--prompt", "x", "-o", "chat=false"], "policy 'full' has no option 'chat'"),
+        (["--prompt", "x", *STREAMING, "--budget", "9", "-o", "budget=8"], "'budget' is given twi"),
+        (["--prompt", "x", *STREAMING, "-o", "n_sink=9", "-o", "n-sink=8"], "'n_sink' is given tw"),
+        (["--prompt", "x", "--policy", "zoomr"], "has no token <|begin_of_summary|>"),
+        (["--prompt", "x", "--policy", "zoomr", "-o", "window=w", "--budget", "9"], "window='w'"),
+        (["--prompt", "x", "--policy", "sumr", "-o", "window=512.0"], "window=512.0: give a whole"),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, message):
     code, out, err = run(capsys, folder, *words)
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["--prompt", "x", "-o", "windw=3"], ["--prompt", " "], []])
+def test_what_needs_no_model_is_told_before_one_is_loaded(capsys, words):
+    code, _, err = run(capsys, "/no/such/model", *words, "--policy", "zoomr")
+    assert code == 2 and "no/such/model" not in err
 
 
 def test_a_file_that_is_not_text(folder, capsys, tmp_path):

@@ -61,6 +61,18 @@ def options_of(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.name not in _FROM_MODEL}
 
 
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Checks that a policy has options of these names; their values are its own affair.
+
+    Raises:
+        ValueError: Unknown policy or option; says which one may be meant.
+    """
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"policy '{name}' has no option '{option}'{_hint(option, known)}")
+
+
 def make_cache(
     name: str, model: Any, tokenizer: Any = None, delimiters: Any = None, **options: Any
 ) -> Any:
@@ -80,11 +92,8 @@ def make_cache(
     Raises:
         ValueError: Unknown policy, unknown option, or a value out of range.
     """
+    check_options(name, options)
     cls = policy_class(name)
-    known = options_of(name)
-    for option in options:
-        if option not in known:
-            raise ValueError(f"policy '{name}' has no option '{option}'{_hint(option, known)}")
     accepted = inspect.signature(cls).parameters
     if "tokenizer" in accepted:
         from zoomkv.backbone.attach import attached_tokenizer

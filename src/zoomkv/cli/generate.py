@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,14 @@ MIB = 1024 * 1024
 def main(argv: Sequence[str]) -> None:
     """Streams one answer to stdout, and what it cost to stderr."""
     arguments = _parser().parse_args(argv[1:])
-    options = dict(map(option, arguments.option))
-    if arguments.budget is not None:
-        options["budget"] = arguments.budget
+    options, sampling = _options(arguments), _sampling(arguments)
     prompt = _prompt(arguments)
     import torch
 
-    from zoomkv.caches.registry import policy_class
+    from zoomkv.caches.registry import check_options
     from zoomkv.generation import Generator, load
 
-    policy_class(arguments.policy)  # a wrong name is told before the model is loaded
+    check_options(arguments.policy, options)  # wrong names are told before the model is loaded
     model, tokenizer = load(
         arguments.model, arguments.precision, arguments.device, base=arguments.base
     )
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
         **options,
     )
     torch.manual_seed(arguments.seed)
-    for piece in generator.stream(prompt, arguments.max_new_tokens, **_sampling(arguments)):
+    for piece in generator.stream(prompt, arguments.max_new_tokens, **sampling):
         print(piece, end="", flush=True)
     print()
     if arguments.stats and generator.stats is not None:
@@ -74,7 +73,7 @@ def _parser() -> Parser:
     add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="(%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P", help="nucleus of sampling (%(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of sampling (%(default)s)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of sampling (%(default)s)")
     add("--precision", default="fp32", help="of the base: fp32, bf16, nf4, int8 (%(default)s)")
     add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
     add("--base", help="where the artifact's base is now, if it was moved")
@@ -89,24 +88,47 @@ def _number(text: str) -> int | float:
     return number
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
+def _options(arguments: Namespace) -> dict[str, Any]:
+    options = {} if arguments.budget is None else {"budget": arguments.budget}
+    for name, value in map(option, arguments.option):
+        if name in options:
+            raise ValueError(f"the option '{name}' is given twice")
+        options[name] = value
+    return options
+
+
 def _prompt(arguments: Namespace) -> str:
     given = [arguments.prompt, arguments.file, arguments.stdin]
     if sum(source is not None for source in given) != 1:
         raise ValueError("give one prompt: --prompt TEXT, --file F, or - to read it from stdin")
-    if arguments.prompt is not None:
-        return arguments.prompt
+    source = arguments.file or ("stdin" if arguments.stdin else "--prompt")
     try:
-        if arguments.file is not None:
-            return Path(arguments.file).read_text(encoding="utf-8-sig").strip()
-        return sys.stdin.read().strip()
-    except UnicodeDecodeError:
-        raise ValueError(f"{arguments.file or 'stdin'} is not UTF-8") from None
+        if arguments.prompt is not None:
+            text = arguments.prompt
+        elif arguments.file is not None:
+            text = Path(arguments.file).read_text(encoding="utf-8-sig").strip()
+        else:
+            text = sys.stdin.read().strip()
+        text.encode()  # Python hands on what the shell gave it, decodable or not
+    except UnicodeError:
+        raise ValueError(f"{source} is not UTF-8") from None
+    if not text.strip():
+        raise ValueError(f"{source}: the prompt is empty, give it some text")
+    return text
 
 
 def _sampling(arguments: Namespace) -> dict[str, Any]:
-    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+    if not 0 <= arguments.temperature < inf or not 0 < arguments.top_p <= 1:
         raise ValueError("choose --temperature of at least 0 and --top-p in (0, 1]")
     if arguments.temperature == 0:
+        if arguments.top_p < 1:
+            raise ValueError("--top-p is for sampling: choose a --temperature above 0 with it")
         return {}
     return {
         "do_sample": True,
