@@ -76,10 +76,19 @@ def read_artifact(folder: str | os.PathLike[str]) -> Artifact:
         artifact = Artifact(**fields)
     except TypeError as error:
         raise ValueError(f"checkpoint {path}: {error}; export it again") from error
+    _check_kinds(artifact, path)
     for name in ADAPTER_FILES:
         if not (folder / ADAPTER / name).is_file():
             raise ValueError(f"checkpoint {folder}: {ADAPTER}/{name} is missing; export it again")
     return artifact
+
+
+def _check_kinds(artifact: Artifact, path: Path) -> None:
+    like = Artifact(method="", base="", fingerprint={}, delimiters={})
+    for name, example in asdict(like).items():
+        value, required = getattr(artifact, name), name in ("fingerprint", "delimiters")
+        if not isinstance(value, type(example)) or (required and not value):
+            raise ValueError(f"checkpoint {path}: bad '{name}' ({value!r}); export it again")
 
 
 def write_artifact(
