@@ -52,7 +52,8 @@ def main() -> None:
     for policy, option, guess in (("sumr", "window", 96), ("streaming_llm", "budget", 400)):
         if policy not in done:
             measure = partial(_bytes, make, policy, option, first, full)
-            arm(policy, **{option: matching(measure, zoomr.device_bytes[0], guess)})
+            value = getattr(arguments, f"{policy}_{option}")
+            arm(policy, **{option: value or matching(measure, zoomr.device_bytes[0], guess)})
     print(_table([full, zoomr, done["sumr"], done["streaming_llm"]], zoomr))
 
 
@@ -65,6 +66,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=720)
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--sumr-window", type=int, help="instead of tuning it")
+    parser.add_argument("--streaming-llm-budget", type=int, help="instead of tuning it")
     parser.add_argument("--out", default="runs/recall.json")
     return parser.parse_args()
 
@@ -112,17 +115,18 @@ def _run(generator: Generator, problems: list[Trace], arguments: argparse.Namesp
 
 def _table(arms: list[Arm], reference: Arm) -> str:
     lines = [
-        "| policy | options | n | recalled (95 %) | right (95 %) | p recalled | KV mean | KV peak "
-        "| to zoomr | host | moved | tokens | cut off | tokens/s |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| policy | options | n | recalled (95 %) | right (95 %) | p recalled | p right | KV mean "
+        "| KV peak | to zoomr | host | moved | tokens | cut off | tokens/s |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for arm in arms:
         row = arm.summary()
         options = ", ".join(f"{name}={value}" for name, value in arm.options.items())
-        p = "" if arm is reference else f"{mcnemar(reference.recalled, arm.recalled):.2g}"
+        pairs = [(reference.recalled, arm.recalled), (reference.right, arm.right)]
+        p = [f"{mcnemar(*pair):.2g}" if arm is not reference else "" for pair in pairs]
         lines.append(
             f"| {arm.policy} | {options} | {row['n']} | {_share(row, 'recalled')} "
-            f"| {_share(row, 'right')} | {p} | {_mib(row['device_bytes_mean'])} "
+            f"| {_share(row, 'right')} | {p[0]} | {p[1]} | {_mib(row['device_bytes_mean'])} "
             f"| {_mib(row['device_bytes_peak'])} "
             f"| {row['device_bytes_mean'] / reference.mean_bytes:.3f} | {_mib(row['host_bytes'])} "
             f"| {_mib(row['moved_bytes'])} | {row['tokens']:.0f} | {row['truncated']} "
@@ -130,7 +134,7 @@ def _table(arms: list[Arm], reference: Arm) -> str:
         )
     lines += [
         "",
-        "p recalled: exact McNemar test against zoomr. KV, host and moved: MiB for one ledger.",
+        "p: exact McNemar test against zoomr. KV, host and moved: MiB for one ledger.",
     ]
     return "\n".join(lines)
 
