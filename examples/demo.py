@@ -8,7 +8,6 @@ Streams a ledger worked by SmolLM2-135M three times and ends with a table of wha
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from rich.console import Console
@@ -47,11 +46,11 @@ def main() -> None:
         name = f"{policy} {options.get('residency', '')}".strip()
         screen.rule(name)
         generator = zoomkv.Generator(model, tokenizer, policy, **options)
+        text = ""
         for piece in generator.stream(trace.problem, max_new_tokens=80 * arguments.steps):
-            sys.stdout.write(visible(piece))
-            sys.stdout.flush()
+            text += (shown := visible(piece))
+            print(shown, end="", flush=True)
         stats = generator.stats
-        text = tokenizer.decode(generator.answers[0].ids, skip_special_tokens=True)
         assert trace.answer is not None
         score = score_ledger(trace.problem, trace.answer, text)
         print()
