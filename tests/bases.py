@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from zoomkv.data.ledger import LedgerShape, ledger
+from zoomkv.data.ledger import LedgerShape
 
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -18,6 +18,11 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEXTS = [
+    f"Step {n}\n{n * 7 % 90}+{n % 9}={n * 7 % 90 + n % 9}\n\nWhat is the total after operation {n}"
+    " and the final total? The ledger starts here, each step applies its summary in order. Begin"
+    for n in range(300)
+]
 SHORT = LedgerShape(steps=(3, 4))
 
 
@@ -32,9 +37,8 @@ def make_tokenizer(pad: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    traces = [ledger(seed, SHORT) for seed in range(8)]
-    texts = [trace.problem + "\n\n" + trace.segments[0].text + "\n\n" for trace in traces]
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    assert tokenizer.get_vocab_size() == 360
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

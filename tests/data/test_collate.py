@@ -149,3 +149,14 @@ def test_the_plan_tells_other_orders_apart(change):
     assert PackedBatches(**settings).plan == PackedBatches(**settings).plan
     assert PackedBatches(**settings).plan != PackedBatches(**(settings | change)).plan
     assert PackedBatches(**settings).plan != PackedBatches(**(settings | {"lengths": [5, 9]})).plan
+
+
+@given(lengths, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans())
+def test_processes_share_the_steps_of_one(lengths, size, world, packing, shuffle):
+    one = PackedBatches(lengths, 20, size * world, 3, packing, shuffle)
+    several = [
+        PackedBatches(lengths, 20, size, 3, packing, shuffle, rank, world) for rank in range(world)
+    ]
+    for whole, *shares in zip(one, *several, strict=True):
+        assert sorted(row for share in shares for row in share) == sorted(whole)
+    assert {batches.plan for batches in several} == {one.plan}

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from zoomkv.data.ledger import LedgerShape, ledger, ledgers, score_ledger
 
-
 LISTED = re.compile(r"^Step (\w+) (.*)$", re.MULTILINE)
 
 

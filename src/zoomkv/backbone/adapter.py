@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _in_full_precision(adapted: nn.Module) -> Any:
     return adapted
 
 
-def _check_same(wanted: dict[str, Tensor], found: dict[str, Tensor], what: str) -> None:
+def _check_same(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(

@@ -57,7 +57,8 @@ def load_base(
     if precision in QUANTISED:
         options |= {"quantization_config": _quantisation(precision), "device_map": {"": target}}
     with _explained(name, "can't be loaded"), _quiet_off_terminal():
-        model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         # transformers would go on with random numbers in their place.
         raise ValueError(f"model '{name}': {len(missing)} weights are missing, first {missing[0]}")

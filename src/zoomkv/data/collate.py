@@ -59,7 +59,7 @@ def collate(
 
     Returns:
         ``input_ids``, ``labels``, ``kinds``, ``looks_up`` and, if packed, ``position_ids``, each
-        ``[B, T]`` int64. The first token of an example is never a label: nothing before it predicts it.
+        ``[B, T]`` int64. The first token of an example is never a label: nothing predicts it.
     """
     length = max(1, *(sum(len(example["input_ids"]) for example in row) for row in rows))
     shape = (len(rows), length)
@@ -88,7 +88,8 @@ class PackedBatches(Sampler[list[list[int]]]):
     """Batches of packed rows, shuffled anew each epoch, that can start anywhere in one.
 
     Every epoch gives every process the same number of full batches, so that schedules and resuming
-    can count on it: examples are packed once, and only the order of the rows changes.
+    can count on it: examples are packed once, and only the order of the rows changes. Two processes
+    learn from the same rows in a step as one with twice the batch size.
 
     Args:
         lengths: Tokens of each example.
@@ -132,8 +133,9 @@ class PackedBatches(Sampler[list[list[int]]]):
 
     @property
     def plan(self) -> str:
-        """A digest of all that decides which batch comes when."""
-        decides = (self.lengths, self.rows, self.batch_size, self.seed, self.shuffle, self.world)
+        """A digest of all that decides which examples meet in which step."""
+        together = self.batch_size * self.world
+        decides = (self.lengths, self.rows, together, self.seed, self.shuffle)
         return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
 
     def set_epoch(self, epoch: int) -> None:
@@ -144,28 +146,28 @@ class PackedBatches(Sampler[list[list[int]]]):
         return -(-len(self.rows) // (self.batch_size * self.world))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        batches = self._batches(random.Random(f"{self.seed} {self.epoch}"))
+        steps = self._steps(random.Random(f"{self.seed} {self.epoch}"))
         first, self.skip = self.skip, 0
-        for step in range(first, len(self)):
-            yield batches[step * self.world + self.rank]
+        for rows in steps[first:]:
+            yield rows[self.rank :: self.world]
 
-    def _batches(self, rng: random.Random) -> list[list[list[int]]]:
-        """The batches of all processes, in the order of this epoch."""
+    def _steps(self, rng: random.Random) -> list[list[list[int]]]:
+        """The rows of each step, all processes together, in the order of this epoch."""
+        together = self.batch_size * self.world
         order = list(self.rows)
-        missing = len(self) * self.batch_size * self.world - len(order)
+        missing = len(self) * together - len(order)
         if self.shuffle:
             rng.shuffle(order)
             order += list(islice(cycle(order), missing))
         else:
             order += [[] for _ in range(missing)]
-        # Rows of like length meet in a batch: little padding, still well mixed.
-        pool = self.batch_size * LIKE_LENGTH_POOL
+        # Rows of like length meet in a step: little padding, still well mixed.
+        pool = together * LIKE_LENGTH_POOL
         pools = [order[start : start + pool] for start in range(0, len(order), pool)]
         for rows in pools:
             rows.sort(key=lambda row: sum(self.lengths[index] for index in row))
         order = [row for rows in pools for row in rows]
-        starts = range(0, len(order), self.batch_size)
-        batches = [order[start : start + self.batch_size] for start in starts]
+        steps = [order[start : start + together] for start in range(0, len(order), together)]
         if self.shuffle:
-            rng.shuffle(batches)
-        return batches
+            rng.shuffle(steps)
+        return steps

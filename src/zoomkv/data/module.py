@@ -113,8 +113,9 @@ class SummaryData(LightningDataModule):
         trainer = self.trainer
         if trainer is None or self._order is None:
             return {}
-        learnt = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        epoch = trainer.fit_loop.epoch_progress.current.started - 1
+        loop: Any = trainer.fit_loop
+        learnt = loop.epoch_loop.batch_progress.current.processed
+        epoch = loop.epoch_progress.current.started - 1
         skip = learnt - learnt % trainer.accumulate_grad_batches
         if learnt >= trainer.num_training_batches:
             epoch, skip = epoch + 1, 0

@@ -86,11 +86,13 @@ class Renderer:
     def __call__(self, trace: Trace) -> Rendered | None:
         """The trace as ids and kinds, or ``None`` when it had to be dropped (see ``report``)."""
         if not trace.segments and not trace.solution:
-            return self._dropped("empty")
+            self._drop("empty")
+            return None
         texts = [trace.problem, trace.solution]
         texts += [text for part in trace.segments for text in (part.text, part.summary or "")]
         if any(special in text for text in texts for special in self.special):
-            return self._dropped("special token in the text")
+            self._drop("special token in the text")
+            return None
         prompt = self.prompt(trace.problem)
         ids = self._encode(prompt)["input_ids"]
         kinds = [PROMPT] * len(ids)
@@ -100,7 +102,8 @@ class Renderer:
         if len(said) > room:
             fitting = [end for end in ends if end <= room]
             if not fitting:
-                return self._dropped("first paragraph does not fit")
+                self._drop("first paragraph does not fit")
+                return None
             said, kinds_said = said[: fitting[-1]], kinds_said[: fitting[-1]]
             self.report.counts["cut at a paragraph"] += 1
         self.report.counts["rendered"] += 1
@@ -155,5 +158,5 @@ class Renderer:
     def _encode(self, text: str, **options: Any) -> Any:
         return self.tokenizer(text, add_special_tokens=False, **options)
 
-    def _dropped(self, reason: str) -> None:
+    def _drop(self, reason: str) -> None:
         self.report.counts[f"dropped: {reason}"] += 1

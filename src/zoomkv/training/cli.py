@@ -6,6 +6,7 @@ import warnings
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
@@ -30,8 +31,12 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         path = self.config[self.config["subcommand"]].get("ckpt_path")
-        if path and path not in ("last", "best", "hpc") and not Path(path).is_file():
+        if not path or path in ("last", "best", "hpc"):
+            return
+        if not Path(path).is_file():
             raise ValueError(f"--ckpt_path {path}: there is no such checkpoint")
+        if not is_zipfile(path):
+            raise ValueError(f"--ckpt_path {path}: not a checkpoint, or only the beginning of one")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds callbacks that report on stderr; Lightning's own write to stdout."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,10 @@ class SummarySFT(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         decoder = self.model.get_base_model().get_decoder()
-        with attention_inputs(decoder) if self.vote_weight else nullcontext([]) as inputs:
+        collecting: AbstractContextManager[list[AttentionInput]] = (
+            attention_inputs(decoder) if self.vote_weight else nullcontext([])
+        )
+        with collecting as inputs:
             nll, where = self._nll(batch)
         self._window_tokens += len(where)
         if len(where):
@@ -336,9 +339,7 @@ class SummarySFT(LightningModule):
             zeros = keys.new_zeros(len(count), *keys.shape[1:])
             means.append(zeros.index_add(0, of, keys) / count[:, None, None])
             queries.append(layer.queries(at, where))
-        return vote_loss(
-            torch.stack(queries), torch.stack(means).transpose(1, 2), mine, needed
-        )
+        return vote_loss(torch.stack(queries), torch.stack(means).transpose(1, 2), mine, needed)
 
     def _measure(self, batch: dict[str, Tensor]) -> None:
         nll, where = self._nll(batch)
