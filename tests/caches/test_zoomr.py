@@ -299,6 +299,27 @@ def test_a_budget_takes_summaries_before_paragraphs(model: Any, zoomr: Any, tool
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
+def test_a_choice_between_votes_uses_the_rows_own_last_vote(
+    zoomr: Any, model: Any, tools: Any
+) -> None:
+    """One row fills its budget within a long sentence, while the other votes at each full stop."""
+    script = tools.scripted_ids(1, 56)
+    tail = tools.prompt_ids(2, 24, seed=4)
+    tail[tail % 20 == tools.DOT] += 1
+    tail[1, 3::5] = tools.DOT
+    late = torch.cat([tools.prompt_ids(1, 5, seed=7), tools.scripted_ids(1, 51, seed=9)], dim=1)
+    generated = torch.cat([torch.cat([script, late]), tail], dim=1)
+    prompt = tools.prompt_ids(2, PROMPT)
+    options = {"budget": 48, "max_interval": 40, "consensus": 2, "top_k": 2}
+    together = zoomr(**options)
+    tools.run(model, together, prompt, generated)
+    for row in (0, 1):
+        alone = zoomr(**options)
+        tools.run(model, alone, prompt[row : row + 1], generated[row : row + 1])
+        own = [entry for entry in together.trace() if entry["row"] == row]
+        assert own == [entry | {"row": row} for entry in alone.trace()]
+
+
 def test_the_interval_is_bounded_and_measured(model: Any, zoomr: Any, tools: Any) -> None:
     cache = zoomr(max_interval=5)
     assert math.isnan(cache.mean_interval())
