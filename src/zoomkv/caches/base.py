@@ -174,6 +174,7 @@ class PolicyCache(Cache, SteppedCache):
     """
 
     name: ClassVar[str] = "policy"
+    _moving: bool
     wants_queries: ClassVar[bool] = False
     """Whether decode steps keep the queries of all layers until they are committed."""
     layers: list[Any]
@@ -458,7 +459,8 @@ class PolicyCache(Cache, SteppedCache):
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Marks a change that can't be undone half-way: an error inside spoils the cache."""
-        outer, self._moving = self._moving, True
+        outer: bool = self._moving
+        self._moving = True
         yield
         self._moving = outer
 

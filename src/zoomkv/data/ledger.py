@@ -14,14 +14,19 @@ _HEADING = re.compile(r"^Step ([a-z]+)$")
 _ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*,\s*(-?\d+)")
 _ASKED = re.compile(r"operation (\d+) of step ([a-z]+)")
 
-NAMES = tuple(
-    "fox owl bear wolf deer crow hawk lion tiger horse sheep goat duck frog snake whale shark crab "
-    "bee ant mouse rabbit cat dog pig cow apple lemon orange grape peach plum cherry berry corn "
-    "rice wheat oak pine maple rose lily river lake ocean island valley desert forest mountain "
-    "cloud storm rain snow wind star moon sun earth stone iron gold silver copper glass paper wood "
-    "bread honey salt sugar coffee tea milk table chair lamp door window garden bridge tower castle "
-    "harbor village piano violin drum flute guitar".split()
+# fmt: off
+NAMES = (
+    "fox", "owl", "bear", "wolf", "deer", "crow", "hawk", "lion", "tiger", "horse", "sheep",
+    "goat", "duck", "frog", "snake", "whale", "shark", "crab", "bee", "ant", "mouse", "rabbit",
+    "cat", "dog", "pig", "cow", "apple", "lemon", "orange", "grape", "peach", "plum", "cherry",
+    "berry", "corn", "rice", "wheat", "oak", "pine", "maple", "rose", "lily", "river", "lake",
+    "ocean", "island", "valley", "desert", "forest", "mountain", "cloud", "storm", "rain", "snow",
+    "wind", "star", "moon", "sun", "earth", "stone", "iron", "gold", "silver", "copper", "glass",
+    "paper", "wood", "bread", "honey", "salt", "sugar", "coffee", "tea", "milk", "table", "chair",
+    "lamp", "door", "window", "garden", "bridge", "tower", "castle", "harbor", "village", "piano",
+    "violin", "drum", "flute", "guitar",
 )
+# fmt: on
 """What steps are called. Names, not numbers: a digit of a step would look like one of a total."""
 
 

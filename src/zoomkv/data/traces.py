@@ -5,8 +5,8 @@ One JSON object a line, in UTF-8::
     {"problem": ..., "thought": ... | "segments": [{"text": ..., "summary": ...}, ...],
      "solution": ..., "answer": ..., "id": ..., "needed": ...}
 
-``answer``, ``id`` and ``needed`` (the segment that the solution looks up, from 0) may be missing; so
-may a summary. Rows in the Bespoke-Stratos layout (a
+``answer``, ``id`` and ``needed`` (the segment that the solution looks up, from 0) may be missing;
+so may a summary. Rows in the Bespoke-Stratos layout (a
 ``conversations`` list whose reply holds tagged thought and solution) are read as well.
 """
 

@@ -122,7 +122,8 @@ def matching(
         tolerance: Relative distance from the target that will do.
         rounds: Most measurements.
     """
-    value, tried = first_guess, {}
+    value = first_guess
+    tried: dict[int, float] = {}
     while value not in tried and len(tried) < rounds:
         tried[value] = measure(value)
         if abs(tried[value] / target - 1) <= tolerance:
