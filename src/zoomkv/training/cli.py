@@ -15,12 +15,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from zoomkv.training.callbacks import StderrProgressBar, StepLog
 
+_NOT_OURS = (
+    "LightningCLI's args parameter",  # the command line is just what we hand on
+    "`is_gradient_checkpointing` is deprecated",  # peft's use of transformers
+    "Precision .* is not supported by the model summary",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # lightning's use of torch
+    ".*does not have many workers",
+)
+"""Warnings that no user of ours can act on."""
+
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _JARGON = (
     "Does not validate",
     "Subtypes:",
     "Errors:",
-    "- Expected a",
+    "Expected a",
     "Given value",
     "Problem with",
 )
@@ -66,8 +75,8 @@ def main(arguments: list[str]) -> None:
     Raises:
         ValueError: Bad usage, options or input.
     """
-    # Given that the command line is what we hand on, there is nothing to warn of.
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    for message in _NOT_OURS:
+        warnings.filterwarnings("ignore", message=message)
     raising = {"exit_on_error": False}
     try:
         TrainingCLI(
