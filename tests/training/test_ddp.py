@@ -57,6 +57,7 @@ OPTIONS = {"accumulate_grad_batches": 2, "max_epochs": 1, "gradient_clip_val": 1
 
 def test_two_processes_are_one(base, tmp_path, monkeypatch):
     monkeypatch.setattr(Fit, "kind", SummarySFT)  # undone in the end
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # ranks would draw from it again
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

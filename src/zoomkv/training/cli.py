@@ -29,9 +29,9 @@ _JARGON = (
     "Does not validate",
     "Subtypes:",
     "Errors:",
-    "Expected a",
+    "- Expected a <class 'NoneType'>",
     "Given value",
-    "Problem with",
+    "- Problem with",
 )
 
 
@@ -98,4 +98,5 @@ def main(arguments: list[str]) -> None:
 def _brief(message: str) -> str:
     """A parser's error without its account of all types that were tried."""
     lines = [line.strip() for line in message.splitlines()]
-    return " ".join(line for line in lines if not line.removeprefix("- ").startswith(_JARGON))
+    telling = [line.removeprefix("- ") for line in lines if not line.startswith(_JARGON)]
+    return " ".join(telling)
