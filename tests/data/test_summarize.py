@@ -287,7 +287,7 @@ def test_killed_and_started_again(endpoint, tmp_path, how):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)
-    _, said = process.communicate(timeout=20)  # while three answers are still awaited
+    _, said = process.communicate(timeout=120)  # while three answers are still awaited
     assert (process.returncode, said) in [(-signal.SIGKILL, b""), (130, b"zoomkv: interrupted\n")]
     assert not target.exists()
     asked = list(endpoint.paragraphs)

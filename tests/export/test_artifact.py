@@ -14,6 +14,7 @@ from zoomkv.backbone.adapter import add_adapter, save_adapter
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import fingerprint
 from zoomkv.backbone.load import load_base
+from zoomkv.cli import main
 from zoomkv.export.artifact import Artifact, is_artifact, read_artifact, write_artifact
 from zoomkv.export.from_checkpoint import METADATA, export_checkpoint, find_checkpoint
 from zoomkv.generation import load
@@ -281,3 +282,24 @@ def test_the_command_ends_with_2_and_one_line_when_the_disk_is_full(exported, ba
     assert done.stderr.strip().splitlines()[-1].startswith("zoomkv: ")
     assert "Traceback" not in done.stderr
     assert listing(folder) == before
+
+
+def test_generate_takes_the_artifacts_own_policy_and_options(base, tmp_path, monkeypatch, capsys):
+    made = []
+
+    class Recorder:
+        stats = None
+
+        def __init__(self, model, tokenizer, policy, **options):
+            made.append((policy, {name: options[name] for name in options.keys() & {"window"}}))
+
+        def stream(self, *args, **settings):
+            return iter(())
+
+    monkeypatch.setattr("zoomkv.generation.Generator", Recorder)
+    checkpoint, target = tmp_path / "a.ckpt", str(tmp_path / "artifact")
+    make_checkpoint(base, checkpoint)
+    assert main(["export", str(checkpoint), target, "-o", "window=7"]) == 0
+    for words in ([], ["-o", "window=9"], ["--policy", "sumr"]):
+        assert main(["generate", target, "--prompt", "x", *words]) == 0
+    assert made == [("zoomr", {"window": 7}), ("zoomr", {"window": 9}), ("sumr", {})]

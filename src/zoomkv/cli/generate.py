@@ -25,16 +25,23 @@ def main(argv: Sequence[str]) -> None:
     import torch
 
     from zoomkv.caches.registry import check_options
+    from zoomkv.export.artifact import is_artifact, read_artifact
     from zoomkv.generation import Generator, load
 
-    check_options(arguments.policy, options)  # wrong names are told before the model is loaded
+    policy = arguments.policy or "full"
+    if is_artifact(arguments.model):
+        artifact = read_artifact(arguments.model)
+        policy = arguments.policy or artifact.method
+        if policy == artifact.method:
+            options = {**artifact.options, **options}
+    check_options(policy, options)  # wrong names are told before the model is loaded
     model, tokenizer = load(
         arguments.model, arguments.precision, arguments.device, base=arguments.base
     )
     generator = Generator(
         model,
         tokenizer,
-        arguments.policy,
+        policy,
         system=arguments.system,
         textual_summaries=arguments.textual_summaries,
         **options,
@@ -55,7 +62,7 @@ def _parser() -> Parser:
     add("--prompt", metavar="TEXT", help="the prompt")
     add("--file", metavar="F", help="a UTF-8 file that holds the prompt")
     add("--system", metavar="TEXT", help="system prompt, if not the model's own")
-    add("--policy", default="full", metavar="NAME", help="cache policy (%(default)s)")
+    add("--policy", metavar="NAME", help="cache policy (the artifact's own, or full)")
     add("--budget", type=_number, metavar="N", help="rows, or a share of the full cache")
     add(
         "-o",
