@@ -124,8 +124,12 @@ class Feeder:
             cache.expect_prompt(length)
             ids = torch.full((self.batch, length), word, device=self._options["device"])
             step = cache.begin(ids, None, None)
+        each = self.shape.heads // self.shape.kv_heads
         for layer in range(self.shape.layers):
-            cache.update(self._random(length), self._random(length), layer)
+            read, _ = cache.update(self._random(length), self._random(length), layer)
+            if step is not None and step.observer is not None:
+                query = self._random(length * each).view(self.batch, self.shape.heads, length, -1)
+                step.observations.append(step.observer(step, layer, query, read))
         if step is not None:
             cache.commit(step, torch.empty(0))
 
@@ -134,14 +138,14 @@ class Feeder:
         shape = self.shape
         step = cache.begin(token, None, None)
         rows = self._random(2 * shape.layers)
-        if step.queries is not None:
-            each = shape.heads // shape.kv_heads
-            drawn = self._random(shape.layers * each)
-            queries = drawn.view(self.batch, shape.heads, shape.layers, -1)
-            step.queries.extend(queries[:, :, layer : layer + 1] for layer in range(shape.layers))
+        queries = self._random(shape.layers * (shape.heads // shape.kv_heads))
+        queries = queries.view(self.batch, shape.heads, shape.layers, -1)
         for layer in range(shape.layers):
             keys, values = rows[:, :, 2 * layer], rows[:, :, 2 * layer + 1]
-            cache.update(keys[:, :, None], values[:, :, None], layer)
+            read, _ = cache.update(keys[:, :, None], values[:, :, None], layer)
+            if step.observer is not None:
+                query = queries[:, :, layer : layer + 1]
+                step.observations.append(step.observer(step, layer, query, read))
         cache.commit(step, torch.empty(0))
 
     def think(

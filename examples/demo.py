@@ -22,11 +22,23 @@ ARMS: list[tuple[str, dict[str, Any]]] = [
     ("zoomr", {"window": 64, "consensus": 2, "top_k": 2, "residency": "streamed"}),
 ]
 
+COLUMNS = (
+    "cache",
+    "answer",
+    "recalled",
+    "tokens",
+    "device\nmean",
+    "device\npeak",
+    "host",
+    "to\ndevice",
+    "token/s",
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", default="checkpoints/zoomr-smollm2-135m")
-    parser.add_argument("--steps", type=int, default=14, help="steps of the ledger, 3 to 60")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the ledger, 3 to 60")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--precision", default="fp32")
     arguments = parser.parse_args()
@@ -37,11 +49,9 @@ def main() -> None:
     trace = ledger(arguments.seed, shape)
     screen.rule("the problem")
     screen.print(trace.problem)
-    table = Table(title=f"{arguments.steps} steps; the answer is {trace.answer}")
-    for column in ("cache", "answer", "recalled", "tokens", "device KV, mean", "device KV, peak"):
+    table = Table(title=f"{arguments.steps} steps; the answer is {trace.answer}; KV in MiB")
+    for column in COLUMNS:
         table.add_column(column, justify="right" if table.columns else "left")
-    for column in ("host KV", "to device", "to host", "tokens/s"):
-        table.add_column(column, justify="right")
     for policy, options in ARMS:
         name = f"{policy} {options.get('residency', '')}".strip()
         screen.rule(name)
@@ -54,16 +64,18 @@ def main() -> None:
         assert trace.answer is not None
         score = score_ledger(trace.problem, trace.answer, text)
         print()
+        figures = (
+            stats.device_bytes_mean,
+            stats.device_bytes_peak,
+            stats.host_bytes,
+            stats.bytes_to_device,
+        )
         table.add_row(
             name,
             "right" if score.right else "wrong",
             "yes" if score.recalled else "no",
             f"{stats.tokens}",
-            mib(stats.device_bytes_mean),
-            mib(stats.device_bytes_peak),
-            mib(stats.host_bytes),
-            mib(stats.bytes_to_device),
-            mib(stats.bytes_to_host),
+            *(f"{count / 2**20:.1f}" for count in figures),
             f"{stats.tokens_per_second:.1f}",
         )
     screen.print(table)
@@ -80,11 +92,6 @@ def visible(piece: str) -> str:
     }.items():
         piece = piece.replace(token, shown)
     return piece
-
-
-def mib(count: float) -> str:
-    """Bytes in mebibytes."""
-    return f"{count / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ class Policy:
 _THOUGHTS = {"window": 6, "max_interval": 16}
 _ZOOM = {**_THOUGHTS, "consensus": 1, "top_k": 1}
 
+_OUTPUT = {"budget": 16, "recent": 4}  # the prompt stays and does not count
+_EVERYTHING = {"budget": 28, "recent": 4, "n_sink": 2, "count_prefix": True}
+_LOOSE = {"budget": 500, "recent": 4}
+
 TABLE = [
     Policy("full"),
     Policy("full_offloaded"),
@@ -44,6 +48,8 @@ TABLE = [
     Policy("zoomr", {**_ZOOM, "consensus": 50, "top_k": 50}, {"window": 500}, "zoom-all"),
     Policy("zoomr", {**_ZOOM, "consensus": 2, "budget": 64}, {"window": 500}, "budget"),
     Policy("zoomr", {**_ZOOM, "open_cap": 8, "vote_heads": "kv_mean"}, {"window": 500}, "cap"),
+    Policy("snapkv", {**_OUTPUT, "window": 8, "kernel": 3}, _LOOSE),
+    Policy("snapkv", {**_EVERYTHING, "window": 4, "kernel": 3}, _LOOSE, "all"),
     # The example of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
 ]
@@ -123,6 +129,13 @@ class ScriptedSummaries(LogitsProcessor):
 def prompt_ids(batch: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(20, 128, (batch, length), generator=generator)
+
+
+def distinct_ids(batch: int, length: int, seed: int = 2) -> Tensor:
+    """No token comes twice in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(108, generator=generator)[:length] for _ in range(batch)]
+    return 20 + torch.stack(rows)
 
 
 def scripted_ids(batch: int, length: int, seed: int = 1) -> Tensor:

@@ -50,7 +50,7 @@ def test_votes_and_selection_equal_a_plain_loop(model: Any, zoomr: Any, tools: A
     commit, update = cache.commit, cache.update
 
     def spy_commit(step: Any, hidden: Tensor) -> None:
-        queries.append(list(step.queries or []))
+        queries.append(list(step.observations))
         commit(step, hidden)
 
     def spy_update(k: Tensor, v: Tensor, layer: int, *rest: Any, **named: Any) -> Any:

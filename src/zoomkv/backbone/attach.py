@@ -147,9 +147,11 @@ def _register() -> None:
             AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
 
 
-def _observe(step: Step, query: Tensor) -> None:
-    if step.queries is not None:
-        step.queries.append(query.detach())
+def _observe(step: Step, module: nn.Module, query: Tensor, key: Tensor) -> None:
+    if step.observer is not None:
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            seen = step.observer(step, _layer(module), query.detach(), key.detach())
+        step.observations.append(seen)
 
 
 def _sdpa(
@@ -168,7 +170,7 @@ def _sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    _observe(zoomkv, query)
+    _observe(zoomkv, module, query, key)
     mask = zoomkv.placements[_layer(module)].mask
     output = grouped_attention(
         query, key, value, mask, scale=scaling, causal=mask is None and query.shape[2] > 1
@@ -187,7 +189,7 @@ def _eager(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if zoomkv is not None:
-        _observe(zoomkv, query)
+        _observe(zoomkv, module, query, key)
         attention_mask = _additive(zoomkv.placements[_layer(module)].mask, query, key.shape[2])
         key, value = key.to(query.dtype), value.to(query.dtype)
     # Every supported family has its own function of this name beside its attention module.
@@ -211,7 +213,7 @@ def _flash(
         # Flash kernels know no mask over slots.
         return _sdpa(module, query, key, value, None, scaling=scaling, zoomkv=zoomkv, **kwargs)
     if zoomkv is not None:
-        _observe(zoomkv, query)
+        _observe(zoomkv, module, query, key)
         attention_mask = None
         key, value = key.to(query.dtype), value.to(query.dtype)
     from transformers.integrations.flash_attention import flash_attention_forward

@@ -6,7 +6,9 @@ that raises is never committed: the next ``begin`` starts from what was committe
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -49,8 +51,11 @@ class Step:
     """True while the prompt of a turn is being read."""
     placements: list[Placement] = field(default_factory=list)
     """One for each layer; layers that store the same rows share one."""
-    queries: list[Tensor] | None = None
-    """Filled by the attention function, layer by layer ``[B, H, Q, D]``, if the cache wants it."""
+    observer: "Callable[[Step, int, Tensor, Tensor], Any] | None" = None
+    """Called by the attention function, if the cache wants to watch: this step, the layer, its
+    queries ``[B, H, Q, D]`` and the keys that they read ``[B, Hkv, T, D]``."""
+    observations: list[Any] = field(default_factory=list)
+    """What the observer returned, layer by layer. It counts once the step is committed."""
 
     @property
     def size(self) -> int:

@@ -175,8 +175,10 @@ class PolicyCache(Cache, SteppedCache):
 
     name: ClassVar[str] = "policy"
     _moving: bool
-    wants_queries: ClassVar[bool] = False
-    """Whether decode steps keep the queries of all layers until they are committed."""
+    watches_decoding: ClassVar[bool] = False
+    """Whether ``watch`` is called in decode steps."""
+    watches_prompt: ClassVar[bool] = False
+    """Whether ``watch`` is called while prompts are read."""
     layers: list[Any]
     groups: list[tuple[Slots, list[Any]]]
     """Slots, and the layers that store what they say."""
@@ -286,8 +288,8 @@ class PolicyCache(Cache, SteppedCache):
         real = self._real_tokens(ids, attention_mask, in_prompt)
         step = Step(ids, real, self._positions(ids, real), self._seen, in_prompt)
         self._check_positions(step, position_ids)
-        if self.wants_queries and not in_prompt:
-            step.queries = []
+        if self.watches_prompt if in_prompt else self.watches_decoding:
+            step.observer = self.watch
         if not in_prompt:
             self.prepare(step)
         step.placements = [None] * len(self.layers)  # type: ignore[list-item]
@@ -325,6 +327,8 @@ class PolicyCache(Cache, SteppedCache):
             self._record_columns(step)
             self._lengths = self._lengths + step.added
             self._seen += step.size
+            if step.observer is not None:
+                self.watched(step)
             if not step.in_prompt:
                 self._record_ends(step)
                 self.decoded(step, hidden)
@@ -338,6 +342,19 @@ class PolicyCache(Cache, SteppedCache):
 
     def prompt_read(self, added: Tensor) -> None:  # [B]
         """The prompt of a turn has been read: ``added`` tokens by row. Rows may be dropped now."""
+
+    def watch(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,  # [B, H, Q, D]
+        key: Tensor,  # [B, Hkv, T, D]
+    ) -> Any:
+        """What to keep of a layer's queries until the step counts; changes nothing."""
+        return query
+
+    def watched(self, step: Step) -> None:
+        """A step that was watched has been committed: ``step.observations``, layer by layer."""
 
     def prepare(self, step: Step) -> None:
         """A decode step is about to begin: the last moment to make room for its row."""

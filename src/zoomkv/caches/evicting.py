@@ -47,9 +47,6 @@ class EvictingLayer(PolicyLayer):
         """
         raise NotImplementedError
 
-    def observe(self, query: Tensor) -> None:  # [B, H, 1, D]
-        """The query of a decode step, if the cache ``wants_queries``."""
-
     def moved(self, moves: Moves) -> None:
         """Rows changed their slots: a policy with state for each row moves that too."""
 
@@ -69,8 +66,10 @@ class EvictingCache(PolicyCache):
         budget: Rows, or a share of full KV; bounds all device bytes in row equivalents.
         prefix: Tokens at the start of each row that are never dropped; None: its whole prompt.
         recent: Newest tokens that are never dropped.
-        interval: Rows that are dropped at once, when the budget is full.
-        count_prefix: Whether the prefix counts within the budget.
+        interval: Rows that are dropped at once, when the budget is full; a fraction is a share of
+            the budget, rounded up.
+        count_prefix: Whether everything on the device counts within the budget. If not, the prefix
+            does not, nor does what the policy keeps besides rows.
 
     Raises:
         ValueError: If the budget can't hold what is protected.
@@ -84,13 +83,15 @@ class EvictingCache(PolicyCache):
         *,
         prefix: int | None,
         recent: int,
-        interval: int = 1,
+        interval: int | float = 1,
         count_prefix: bool = True,
     ) -> None:
         check_at_least("recent", recent, 0)
-        check_at_least("interval", interval, 1)
         counted = prefix or 0 if count_prefix else 0
-        self._smallest = counted + recent + interval
+        if isinstance(interval, float):
+            self._smallest = counted + recent + 1
+        else:
+            self._smallest = counted + recent + check_at_least("interval", interval, 1)
         self._budget = Budget.parse(budget, self._smallest)
         self._prefix = prefix
         self._recent = recent
@@ -114,12 +115,6 @@ class EvictingCache(PolicyCache):
     def prepare(self, step: Step) -> None:
         """See ``PolicyCache``."""
         self._keep_budget(room=1)
-
-    def decoded(self, step: Step, hidden: Tensor) -> None:
-        """See ``PolicyCache``."""
-        if step.queries:
-            for layer, query in zip(self.layers, step.queries, strict=True):
-                layer.observe(query)
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
@@ -145,19 +140,41 @@ class EvictingCache(PolicyCache):
         """Rows that fit each batch row's own budget, what indexes them included."""
         rows = self._budget.rows(self._lengths).clamp(min=self._smallest)
         prefix = self._protected_prefix()
-        if not self._count_prefix:
-            rows = rows + prefix
         row = layer.row_bytes()
+        if self._count_prefix:
+            rows = rows - -(-self.overhead() // (row * self.shape.kv_heads * self.shape.layers))
+        else:
+            rows = rows + prefix
         capacity = rows * row // (row + layer.side_bytes + slots.bytes_per_row)
-        short = capacity < prefix + self._recent + self._interval
-        if self._prefix is None and bool(short.any()):
+        needed = prefix + self._recent + 1
+        if isinstance(self._budget.value, float):
+            return capacity.maximum(needed)  # a short text's share may be too small for anything
+        if bool((short := capacity < needed).any()):
             at = int(short.nonzero()[0])
             raise ValueError(
-                f"budget={self._budget.value}: {int(capacity[at])} rows can't hold the prompt of "
-                f"{int(prefix[at])} tokens and {self._recent + self._interval} more; raise it, or "
-                "do not count it"
+                f"budget={self._budget.value}: the {int(capacity[at])} rows that it leaves besides "
+                f"indexes can't hold the {int(needed[at])} that are protected; raise it, or do not "
+                "count the prompt"
             )
         return capacity
+
+    @property
+    def counts_everything(self) -> bool:
+        """Whether the budget bounds all device bytes."""
+        return self._count_prefix
+
+    def overhead(self) -> int:
+        """Device bytes that a policy keeps for one batch row, however many rows are stored."""
+        return 0
+
+    def _interval_of(self, capacity: Tensor) -> Tensor:  # [B] -> [B]
+        """Rows to drop at once: never so many that protected ones would have to go."""
+        prefix = self._protected_prefix()
+        rows = torch.full_like(capacity, self._interval)
+        if isinstance(self._interval, float):
+            counted = capacity if self._count_prefix else capacity - prefix
+            rows = (counted * self._interval).ceil().long().clamp(min=1)
+        return rows.minimum(capacity - prefix - self._recent)
 
     def _keep_budget(self, room: int) -> None:
         """Drops rows until ``room`` more fit, in every layer."""
@@ -165,7 +182,7 @@ class EvictingCache(PolicyCache):
             capacity = self._capacity(slots, layers[0])
             over = slots.count + room > capacity
             if bool(over.any()):
-                target = capacity - self._interval if room else capacity
+                target = capacity - self._interval_of(capacity) if room else capacity
                 drop = torch.where(over, slots.count - target, 0)
                 self._evict(slots, layers, drop)
             self._set_ceiling(slots, layers, int(capacity.max()))

@@ -12,6 +12,7 @@ from typing import Any
 POLICIES: dict[str, str] = {
     "full": "zoomkv.caches.full:FullCache",
     "full_offloaded": "zoomkv.caches.full_offloaded:FullOffloadedCache",
+    "snapkv": "zoomkv.caches.snapkv:SnapKVCache",
     "streaming_llm": "zoomkv.caches.streaming_llm:StreamingLLMCache",
     "sumr": "zoomkv.caches.sumr:SumRCache",
     "zoomr": "zoomkv.caches.zoomr:ZoomRCache",
@@ -57,8 +58,8 @@ def policy_class(name: str) -> Any:
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of a policy and their defaults; ``inspect.Parameter.empty`` if required."""
-    parameters = list(inspect.signature(policy_class(name)).parameters.values())[1:]
-    return {p.name: p.default for p in parameters if p.name not in _FROM_MODEL}
+    found = _parameters(policy_class(name))
+    return {name: p.default for name, p in found.items() if name not in _FROM_MODEL}
 
 
 def check_options(name: str, options: Iterable[str]) -> None:
@@ -94,7 +95,7 @@ def make_cache(
     """
     check_options(name, options)
     cls = policy_class(name)
-    accepted = inspect.signature(cls).parameters
+    accepted = _parameters(cls)
     if "tokenizer" in accepted:
         from zoomkv.backbone.attach import attached_tokenizer
 
@@ -105,6 +106,20 @@ def make_cache(
         return cls(model, **options)
     except ValueError as error:
         raise ValueError(f"policy '{name}': {error}") from error
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """What a class takes besides the model, also what it hands on to its base as ``**options``."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[2:]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in own)
+        found = {p.name: p for p in own if p.kind is not p.VAR_KEYWORD} | found
+        if not open_ended:
+            break
+    return found
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

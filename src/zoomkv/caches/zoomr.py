@@ -51,7 +51,7 @@ class ZoomRCache(SumRCache):
     """
 
     name = "zoomr"
-    wants_queries = True
+    watches_decoding = True
     _mean_keys: Tensor | None  # [L, B, Hkv, N, D]
     _votes: Tensor  # int32 [B, N], of each row's own last boundary
     _dispensable: Tensor  # bool [B]
@@ -123,9 +123,9 @@ class ZoomRCache(SumRCache):
         count = self.tracker.table.count
         size = int(count.max())
         self._votes = F.pad(self._votes, (0, size - self._votes.shape[1]))
-        if size and step.queries:
+        if size and step.observations:
             assert self._mean_keys is not None
-            queries = torch.stack(step.queries)  # [L, B, H, 1, D]
+            queries = torch.stack(step.observations)  # [L, B, H, 1, D]
             grouped = queries.view(*queries.shape[:2], self.shape.kv_heads, -1, queries.shape[-1])
             votes = vote(
                 grouped, self._mean_keys[:, :, :, :size], count, self._top_k, self._vote_heads

@@ -60,7 +60,8 @@ def _forward(cache: PolicyCache, ids: Tensor, mask: Tensor, dtype: torch.dtype) 
     step = cache.begin(ids, mask, None)
     rows = torch.zeros(*ids.shape, shape.kv_heads, shape.head_dim, dtype=dtype).transpose(1, 2)
     for layer in range(shape.layers):
-        if step.queries is not None:
-            step.queries.append(rows.new_zeros(len(ids), shape.heads, 1, shape.head_dim))
-        cache.update(rows, rows, layer, step)
+        read, _ = cache.update(rows, rows, layer, step)
+        if step.observer is not None:
+            query = rows.new_zeros(len(ids), shape.heads, ids.shape[1], shape.head_dim)
+            step.observations.append(step.observer(step, layer, query, read))
     cache.commit(step, rows.new_zeros(*ids.shape, 0))
