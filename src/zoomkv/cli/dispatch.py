@@ -23,6 +23,7 @@ COMMANDS = {
     "summarize": ("zoomkv.cli.summarize", "add a summary to every paragraph of a trace file"),
     "export": ("zoomkv.cli.export", "turn a training checkpoint into a small artifact"),
     "generate": ("zoomkv.cli.generate", "stream the answer to a prompt, with any cache policy"),
+    "inspect": ("zoomkv.cli.inspect", "show which queries of a text look far back, as pictures"),
     "bench": ("zoomkv.cli.bench", "measure speed and memory"),
 }
 """Name -> (module whose ``main(argv)`` runs it, what it does); ``argv[0]`` is the name."""
