@@ -57,9 +57,11 @@ _SHORT = 512  # rows of the caches that compare an attached model with an unatta
 class FloorLayer(CacheLayerMixin):
     """Preallocated buffers; each step writes one row and reads as many as ``rows`` says."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, rows: Callable[[], int]) -> None:
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, rows: Callable[[], int], batch: int = 1
+    ) -> None:
         super().__init__()
-        size = (1, shape.kv_heads, rows() + 4 * _SHORT, shape.head_dim)
+        size = (batch, shape.kv_heads, rows() + 4 * _SHORT, shape.head_dim)
         self._keys, self._values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
         self.rows = rows
         self.is_initialized = True
@@ -184,23 +186,28 @@ def _against(timings: Timings, name: str) -> tuple[str, str]:
 def _model(precision: Precision, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model, not attached yet, and a tokenizer with the two delimiters."""
     if arguments.quick:
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=65536,
-        )
-        return LlamaForCausalLM(config).eval().to(dtype=dtype), BareTokenizer()
+        return small_model(precision)
     model, tokenizer = load_base("smollm2-135m", precision)
     add_to_model(model, tokenizer)
     return model, tokenizer
 
 
-def _twin(model: Any) -> Any:
+def small_model(precision: str) -> tuple[Any, Any]:
+    """A tiny random model for trials, and as much of a tokenizer as it needs."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=65536,
+    )
+    return LlamaForCausalLM(config).eval().to(dtype=dtype), BareTokenizer()
+
+
+def twin(model: Any) -> Any:
     """Another model object over the same weights."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
@@ -209,7 +216,7 @@ def _contenders(
     model: Any, tokenizer: Any, script: Script, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Contender]]:
     """Our caches by name, filled; and everything that is to be timed."""
-    plain, bare = _twin(model), _twin(model)
+    plain, bare = twin(model), twin(model)
     bare.config._attn_implementation = "benchmark_floor"
     zoomkv.attach(model, tokenizer)
     shape, seen = ModelShape.of(model), arguments.seen

@@ -27,7 +27,7 @@ def scripts():
     """The benchmarks as modules, by name."""
     sys.path.insert(0, str(FOLDER))
     try:
-        names = ("_harness", "decode", "memory", "gpu")
+        names = ("_harness", "decode", "evicting", "memory", "gpu")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(FOLDER))
@@ -113,7 +113,7 @@ def test_streamed_cache_filled_without_loading_is_the_same(scripts, harness):
 
 def test_floor_computes_what_a_plain_cache_computes(scripts, harness, tiny_llama):
     model = tiny_llama()
-    floor = scripts.decode._twin(model)
+    floor = scripts.decode.twin(model)
     assert floor.lm_head.weight is model.lm_head.weight
     floor.config._attn_implementation = "benchmark_floor"
     shape = ModelShape.of(model)
@@ -243,6 +243,7 @@ def test_json_is_written_as_a_whole_or_not_at_all(harness, tmp_path):
     [
         ("decode", ["--quick", "--precision", "fp32"], ["zoomr streamed", "floor of zoomr"]),
         ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8"]),
+        ("evicting", ["--quick"], ["snapkv", "x floor", "of it queries"]),
         ("gpu", ["--dry-run", "--device", "cpu", "--models", "qwen-7b"], ["full_offloaded"]),
     ],
 )
@@ -287,7 +288,7 @@ def test_wrong_sizes_are_refused(scripts, monkeypatch, capsys):
 
 def test_twin_is_unaffected_by_attaching(scripts, tiny_llama):
     model = tiny_llama()
-    twin = scripts.decode._twin(model)
+    twin = scripts.decode.twin(model)
     zoomkv.attach(model)
     assert not zoomkv.backbone.attach.is_attached(twin)
     assert copy.deepcopy(twin).config._attn_implementation == "sdpa"

@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zoomkv.caches.registry import names
 from zoomkv.cli.parser import Parser, literal, option, positive_int
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ def _parser() -> Parser:
     add("--prompt", metavar="TEXT", help="the prompt")
     add("--file", metavar="F", help="a UTF-8 file that holds the prompt")
     add("--system", metavar="TEXT", help="system prompt, if not the model's own")
-    add("--policy", metavar="NAME", help="cache policy (the artifact's own, or full)")
+    add(
+        "--policy",
+        metavar="NAME",
+        help=f"cache policy, by default the artifact's own, or full; one of {', '.join(names())}",
+    )
     add("--budget", type=_number, metavar="N", help="rows, or a share of the full cache")
     add(
         "-o",
