@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import random
 import shlex
 import sys
 import tempfile
@@ -235,7 +236,8 @@ def take_turns(
 ) -> Timings:
     """Times contenders in turn, one decode step each, so that noise hits all alike.
 
-    The first rounds are not counted; the order rotates.
+    The first rounds are not counted. The order is drawn anew in each round: whoever ran just
+    before left the processor's caches as they are.
 
     Args:
         contenders: With what one step of each does.
@@ -249,8 +251,7 @@ def take_turns(
     gc.disable()
     try:
         for number in track(range(start - warm_up, stop), "timing"):
-            turn = number % len(contenders)
-            for contender in [*contenders[turn:], *contenders[:turn]]:
+            for contender in random.Random(number).sample(contenders, len(contenders)):
                 if number >= start and (number - start) % contender.every:
                     continue
                 begun = time.perf_counter()

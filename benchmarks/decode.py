@@ -1,8 +1,8 @@
 """What a decode step costs at 16K seen tokens: our caches, the floor, and transformers' own cache.
 
 What is timed are real forward passes of the model, one token each, in one process: all contenders
-take turns, step by step, in a rotating order, so that noise hits all alike. Means are over whole
-paragraphs of scripted ids, so over at least ten whole selection intervals: steps that choose, fetch
+take turns, step by step, in an order drawn anew each time, so that noise hits all alike. Means are
+over whole paragraphs of scripted ids, so over at least ten whole selection intervals: steps that choose, fetch
 rows, evict them and write to the host count with their true share. Caches that have no intervals
 and read everything take part in every eighth round only.
 

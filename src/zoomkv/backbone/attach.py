@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from zoomkv.backbone.families import check_supported
 from zoomkv.backbone.protocol import Step, SteppedCache
@@ -165,8 +166,6 @@ def _sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if zoomkv is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
