@@ -2,18 +2,18 @@
 
 What is timed are real forward passes of the model, one token each, in one process: all contenders
 take turns, step by step, in an order drawn anew each time, so that noise hits all alike. Means are
-over whole paragraphs of scripted ids, so over at least ten whole selection intervals: steps that choose, fetch
-rows, evict them and write to the host count with their true share. Caches that have no intervals
-and read everything take part in every eighth round only.
+over whole paragraphs of scripted ids, so over at least ten whole selection intervals: steps that
+choose, fetch rows, evict them and write to the host count with their true share. Caches that have
+no intervals and read everything take part in every eighth round only.
 
 The caches get to 16K tokens without 16K forward passes: they are driven as an attached model drives
 them (``begin``, ``update``, ``commit``), with random keys, values and queries. For ``zoomr`` token
 by token through prompt, paragraphs and summaries, so that its tables, index, archive and working
 sets are those of a real run; a streamed cache does not bring rows to the device meanwhile, as
 nobody would look at them. Caches that read everything, and ``streaming_llm``, are filled as by one
-long prompt, which leaves them in the same state. Attention costs the same whatever the numbers
-are. Random summaries win votes alike, so nearly all of them are read: more rows than a real text
-would need, not fewer.
+long prompt, which leaves them in the same state. Attention costs the same whatever the numbers are.
+Random summaries win votes alike, so nearly all of them are read: more rows than a real text would
+need, not fewer.
 
 The floor is a plain cache with preallocated buffers that holds just the rows that the policy reads
 in the same round, under the same attention function, without any bookkeeping.

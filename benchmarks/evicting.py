@@ -2,7 +2,8 @@
 
 What is timed are real forward passes of SmolLM2-135M, one token each, in one process: all policies
 and the floor take turns, step by step, in an order drawn anew each time. A cycle is an eighth of
-the budget: in it every policy evicts once, so scoring, moving and sampling queries count with their true share.
+the budget: in it every policy evicts once, so scoring, moving and sampling queries count with their
+true share.
 
 Each cache first reads a prompt of twice the budget, drops what exceeds the budget, and goes through
 a whole cycle without the model (driven as an attached model drives it, with random numbers). What a
