@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from zoomkv.backbone.delimiters import add_to_model
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _CONFIG, _WEIGHTS = ADAPTER_FILES
+
+# PEFT imports it, and it warns of an optional kernel that a CPU can do without.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def add_adapter(
@@ -39,14 +44,14 @@ def add_adapter(
         A PEFT model. Only adapters and delimiter rows (output rows too, where they are not tied to
         the input rows) require gradients; they are fp32, whatever the base is.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     ids = add_to_model(model, tokenizer)
     model.requires_grad_(False)
     # The list form would train input rows only, and leave an untied head unable to say them.
     tied = model.config.tie_word_embeddings
     rows: Any = ids if tied else {"embed_tokens": ids, "lm_head": ids}
-    adapted = get_peft_model(
+    adapted = _wrapped(
         model,
         LoraConfig(
             r=r,
@@ -108,7 +113,7 @@ def load_adapter(model: Any, tokenizer: Any, folder: Path) -> Any:
         ValueError: The files are broken, or lack a weight that this base needs. (PEFT alone would
             warn at most.)
     """
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -119,11 +124,21 @@ def load_adapter(model: Any, tokenizer: Any, folder: Path) -> Any:
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"{folder}: can't be read ({error}); export it again") from error
     add_to_model(model, tokenizer)
-    adapted = _in_full_precision(get_peft_model(model, config))
+    config.base_model_name_or_path = None  # artifacts carry a fingerprint, not a path
+    adapted = _in_full_precision(_wrapped(model, config))
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     _check_same(wanted, weights, f"{folder}: the adapter does not fit this base")
     set_peft_model_state_dict(adapted, weights)
     return adapted.eval()
+
+
+def _wrapped(model: Any, config: Any) -> Any:
+    """A PEFT model, without what PEFT's own use of older names would warn the user of."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        return get_peft_model(model, config)
 
 
 def _in_full_precision(adapted: nn.Module) -> Any:
