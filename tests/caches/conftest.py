@@ -36,6 +36,7 @@ _ZOOM = {**_THOUGHTS, "consensus": 1, "top_k": 1}
 _OUTPUT = {"budget": 16, "recent": 4}  # the prompt stays and does not count
 _EVERYTHING = {"budget": 28, "recent": 4, "n_sink": 2, "count_prefix": True}
 _LOOSE = {"budget": 500, "recent": 4}
+_BEACONS = {"beacons": 4, "recent_queries": 3, "refill": 0.625}  # more rows go than are recent
 
 TABLE = [
     Policy("full"),
@@ -50,6 +51,20 @@ TABLE = [
     Policy("zoomr", {**_ZOOM, "open_cap": 8, "vote_heads": "kv_mean"}, {"window": 500}, "cap"),
     Policy("snapkv", {**_OUTPUT, "window": 8, "kernel": 3}, _LOOSE),
     Policy("snapkv", {**_EVERYTHING, "window": 4, "kernel": 3}, _LOOSE, "all"),
+    Policy("rpc", {**_OUTPUT, "window": 8, "kernel": 3}, _LOOSE),
+    Policy("rpc", {**_EVERYTHING, "window": 4, "aggregation": "group"}, _LOOSE, "all"),
+    Policy("r_kv", {**_OUTPUT, "window": 4, "kernel": 3}, _LOOSE),
+    Policy("r_kv", {**_EVERYTHING, "window": 4, "threshold": 0.2}, _LOOSE, "all"),
+    Policy("random", _OUTPUT, _LOOSE),
+    Policy("random", {**_EVERYTHING, "seed": 3}, _LOOSE, "all"),
+    Policy("h2o", _OUTPUT, _LOOSE),
+    Policy("h2o", {**_EVERYTHING, "recent": None}, _LOOSE, "all"),
+    Policy("h2o", {**_EVERYTHING, "normalised": True}, _LOOSE, "normalised"),
+    Policy("beacon_kv", {**_OUTPUT, **_BEACONS}, _LOOSE),
+    Policy("beacon_kv", {**_EVERYTHING, "beacons": 3, "recent_queries": 2}, _LOOSE, "all"),
+    Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),
+    Policy("initial_recent", {**_OUTPUT, "initial": 4, "recent_queries": 3}, _LOOSE),
+    Policy("initial_recent", {**_EVERYTHING, "initial": 3, "recent_queries": 2}, _LOOSE, "all"),
     # The example of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
 ]

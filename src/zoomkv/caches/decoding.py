@@ -6,7 +6,7 @@ With ``count_prefix`` everything on the device counts, the prompt's rows are can
 other except its first ``n_sink``, and a prompt above the budget is cut down as soon as it is read.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class DecodingCache(EvictingCache):
         ValueError: Options that contradict each other; says by which rule.
     """
 
-    shared_heads: ClassVar[bool] = False
+    shared_heads: bool = False
     """Whether a layer keeps the same rows for all its KV heads."""
     queries: QueryWindow | None = None
     """The last queries, if the policy scores with them."""

@@ -10,8 +10,14 @@ from importlib import import_module
 from typing import Any
 
 POLICIES: dict[str, str] = {
+    "beacon_kv": "zoomkv.caches.beacon_kv:BeaconKVCache",
     "full": "zoomkv.caches.full:FullCache",
     "full_offloaded": "zoomkv.caches.full_offloaded:FullOffloadedCache",
+    "h2o": "zoomkv.caches.h2o:H2OCache",
+    "initial_recent": "zoomkv.caches.initial_recent:InitialRecentCache",
+    "r_kv": "zoomkv.caches.r_kv:RKVCache",
+    "random": "zoomkv.caches.random_rows:RandomCache",
+    "rpc": "zoomkv.caches.rpc:RPCCache",
     "snapkv": "zoomkv.caches.snapkv:SnapKVCache",
     "streaming_llm": "zoomkv.caches.streaming_llm:StreamingLLMCache",
     "sumr": "zoomkv.caches.sumr:SumRCache",
