@@ -37,14 +37,14 @@ from zoomkv.generation import Generator, load
 
 ZOOMR: dict[str, Any] = {"window": 64, "consensus": 2, "top_k": 2}
 POLICIES: dict[str, dict[str, Any]] = {
-    "beacon_kv": {},
+    "random": {},
+    "h2o": {},
+    "snapkv": {},
     "rpc": {},
     "r_kv": {},
-    "snapkv": {},
-    "h2o": {},
-    "streaming_llm": {"count_prefix": False},
     "initial_recent": {},
-    "random": {},
+    "beacon_kv": {},
+    "streaming_llm": {"count_prefix": False},
 }
 SPLITS = (0, 1, 4, 16, 28, 31)  # beacons of 32 observation queries
 
@@ -104,8 +104,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=404)
     parser.add_argument("--batch-size", type=int, default=30)
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--max-new-tokens", type=int, default=1100)
-    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--max-new-tokens", type=int, default=1000)
+    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--out", default="runs/reasoning.json")
     return parser.parse_args()
 
