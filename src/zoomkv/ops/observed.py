@@ -1,8 +1,10 @@
-"""What queries that were kept would look at: attention weights as scores of stored rows."""
+"""What queries look at: attention weights as scores of stored rows."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_CHUNK = 2**25  # attention weights at once: 128 MiB in fp32
 
 
 def observed_scores(
@@ -68,3 +70,46 @@ def pooled(
     else:
         smooth = F.max_pool1d(in_order, kernel, stride=1, padding=kernel // 2)
     return torch.empty_like(score).scatter_(-1, order, smooth).where(valid, above)
+
+
+def attention_received(
+    query: Tensor,  # [B, H, Q, D]
+    key: Tensor,  # [B, Hkv, T, D]
+    stored: int,
+    mask: Tensor | None = None,  # bool [B or 1, 1, Q, T]
+    real: Tensor | None = None,  # bool [B, Q]
+) -> Tensor:  # [B, Hkv, T]
+    """Attention that each key gets, summed over the queries and the heads of a group.
+
+    Products are in the query's dtype, as in attention itself, softmax and sums in fp32. Queries go
+    in chunks: there is never a matrix of all queries and all keys.
+
+    Args:
+        query: Queries of the tokens of one forward.
+        key: Keys that they may read, those of their own tokens included.
+        stored: Keys before those of the forward, at most; a query reads none beyond its own.
+        mask: What each query may read, something for each; None: all keys up to its own.
+        real: Queries that count; None: all.
+    """
+    batch, heads, count, width = query.shape
+    kv_heads, rows = key.shape[1:3]
+    key = key.to(query.dtype).transpose(-1, -2)
+    query = (query * width**-0.5).view(batch, kv_heads, -1, count, width)
+    sums = torch.zeros(batch, kv_heads, rows, device=key.device)
+    size = min(count, max(1, _CHUNK // (batch * heads * rows)))
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        reach = min(stored + stop, rows)
+        part = query[:, :, :, start:stop].reshape(batch, kv_heads, -1, width)
+        scores = (part @ key[..., :reach]).view(batch, kv_heads, -1, stop - start, reach)
+        if mask is not None:
+            scores.masked_fill_(~mask[:, :, None, start:stop, :reach], -torch.inf)
+        elif stop - start > 1:
+            seen = torch.ones(stop - start, reach, dtype=torch.bool, device=key.device)
+            scores.masked_fill_(~seen.tril(stored + start), -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32)
+        if real is not None:
+            absent = ~real[:, None, None, start:stop, None].to(key.device)
+            weights = weights.masked_fill_(absent, 0.0)
+        sums[..., :reach] += weights.sum((2, 3))
+    return sums
