@@ -31,7 +31,7 @@ demo-train: setup  ## fit a few steps on the sample, export, generate
 	$(BIN)/zoomkv generate $(DEMO_RUN)/artifact --policy zoomr --max-new-tokens 48 --stats --prompt 'What is 17+25?'
 
 test: setup  ## run the quick tests (ARGS="-m slow" for others)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
