@@ -174,11 +174,12 @@ Arms = dict[str, tuple[str, dict[str, Any]]]
 
 
 def _fidelity_arms(budgets: list[int]) -> Arms:
-    return {
-        f"{policy} {budget}": (policy, {"budget": budget, **options})
-        for budget in budgets
-        for policy, options in POLICIES.items()
-    }
+    # What rounding alone makes of it: token by token against all at once.
+    arms: Arms = {"full": ("full", {})}
+    for budget in budgets:
+        for policy, options in POLICIES.items():
+            arms[f"{policy} {budget}"] = (policy, {"budget": budget, **options})
+    return arms
 
 
 def _ablation_arms(budgets: list[int]) -> Arms:
