@@ -9,13 +9,19 @@ which is the worst case. The full caches are counted without slack, which favour
 The figures for larger models are arithmetic: rows and index entries as measured, times the bytes of
 a row of that model; ZoomR's by its peak.
 
-The second part runs SmolLM2-135M over a real text with an exact and with an int8 host tier: bytes
+The second part is about budgets for the output (BeaconKV, arXiv 2609.04971, table 4). Two layers of
+Qwen3-4B's shape, one batch row, are driven past the full budget for several eviction cycles, until
+nothing grows any more. What they hold at the peak of all steps, rows, index and kept queries apart,
+is multiplied by layers and batch: layers are alike, and so are batch rows. The work space of an
+eviction is not part of a cache; ``gpu.py`` sees it.
+
+The third part runs SmolLM2-135M over a real text with an exact and with an int8 host tier: bytes
 moved between the tiers, and how often both put the same token first.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +38,9 @@ from _harness import (
     quiet,
     track,
 )
+from gpu import PAPER, QWEN3_4B, Setting, parameters
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import zoomkv
 from zoomkv.backbone.delimiters import add_to_model
@@ -48,6 +55,9 @@ from zoomkv.ops.consensus import memory_saving
 
 _TEXT = Path(__file__).parents[1] / "data" / "samples" / "word_problems.jsonl"
 _BYTES = 2  # of an element: bf16
+_GB = 10**9  # the unit in which the BeaconKV paper's sums come out
+_SHORT_PROMPT = 256  # tokens, where budgets count the output
+_BUDGETED = ("beacon_kv", "rpc")
 _RESIDENCIES = ("resident", "streamed")
 
 
@@ -73,6 +83,7 @@ LARGER = (
     Shape("R1-Distill-Qwen-7B", 28, 28, 4, 128, batch=16),
     Shape("R1-Distill-Llama-8B", 32, 32, 8, 128, batch=16),
 )
+QWEN3 = Shape("Qwen3-4B", 36, 32, 8, 128, batch=14)
 TINY = Shape("tiny", 4, 4, 2, 16, batch=1)
 
 
@@ -99,26 +110,60 @@ class Meter:
         return sum(self.bytes) / len(self.bytes)
 
 
+@dataclass(frozen=True)
+class Held:
+    """Device bytes of a cache with a budget, by what they are for."""
+
+    rows: int
+    """Keys and values, the slack of buffers included."""
+    index: int
+    """Which row stands where."""
+    queries: int
+    """What is kept to score rows with."""
+
+    @classmethod
+    def by(cls, cache: PolicyCache) -> "Held":
+        """What a cache holds now."""
+        sets = [layer.working_set for layer in cache.layers]
+        rows = storage_bytes(tensor for each in sets for tensor in each.device_tensors())
+        slots = [slots for slots, _ in cache.groups]
+        index = storage_bytes(tensor for each in slots for tensor in each.device_tensors())
+        return cls(rows, index, storage_bytes(cache.device_tensors()) - rows - index)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.rows + self.index + self.queries
+
+    def times(self, number: int) -> "Held":
+        """The same, so many times."""
+        return Held(self.rows * number, self.index * number, self.queries * number)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     arguments = _parser().parse_args(words)
     if arguments.quick:
         arguments.generated, arguments.text_tokens = 320, 80
+        arguments.output, arguments.budget = 2000, 128
     quiet()
     report = Report(arguments, judged=not arguments.quick)
     with torch.inference_mode():
-        _device_memory(arguments, report)
-        _host_precision(arguments, report)
+        for part in arguments.parts:
+            _PARTS[part](arguments, report)
     report.finish()
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = options("Device memory of the caches over a long generation, and the int8 host tier.")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens, N_p")
     parser.add_argument("--generated", type=int, default=16384, help="tokens, N_g")
     parser.add_argument("--window", type=int, default=512, help="w")
     parser.add_argument("--consensus", type=int, default=2, help="paragraphs read in full, c")
+    parser.add_argument("--budget", type=int, default=2048, help="rows of output")
+    parser.add_argument("--output", type=int, default=32768, help="tokens, where budgets count")
     parser.add_argument(
         "--text-tokens", type=int, default=512, help="of the real text, for the host tier"
     )
@@ -248,6 +293,95 @@ def _full(shape: Shape, policy: str, tokens: int) -> int:
     return exact
 
 
+# -- budgets for the output ------------------------------------------------------------------------
+
+
+def _budgets(arguments: argparse.Namespace, report: Report) -> None:
+    shape = replace(TINY, batch=3) if arguments.quick else QWEN3
+    budget, tokens = arguments.budget, _SHORT_PROMPT + arguments.output
+    driven, times = replace(shape, layers=2, batch=1), shape.layers // 2 * shape.batch
+    held = {"full": Held(_full(driven, "full", tokens), 0, 0).times(times)}
+    for policy in _BUDGETED:
+        held[policy] = peak_past_budget(driven, policy, _SHORT_PROMPT, budget).times(times)
+    full = held["full"].total
+    weights = _BYTES * parameters(QWEN3_4B, shape.layers, tiny=arguments.quick)
+    rows, sums = [], []
+    for name, parts in held.items():
+        sizes = (parts.rows, parts.index, parts.queries, parts.total)
+        rows.append(
+            [name, *(size / _GB for size in sizes), f"{parts.queries / parts.rows:.1%}",
+             full / parts.total]
+        )  # fmt: skip
+        paper = _paper(name, budget) if not arguments.quick else None
+        sums.append(
+            [name, weights / _GB, parts.total / _GB, (weights + parts.total) / _GB,
+             (weights + full) / (weights + parts.total), *(paper or ("", ""))]
+        )  # fmt: skip
+        report.details[f"budget {budget}, {name}"] = {**vars(parts), "weights": weights}
+        if name != "full":
+            report.check(f"{shape.name}: full / {name}", full / parts.total, ">=", 12)
+    where = (
+        f"{shape.name}, {shape.layers} layers, batch {shape.batch}, bf16, prompt {_SHORT_PROMPT}, "
+        f"{arguments.output} generated tokens, budget {budget}, GB of 10^9 bytes"
+    )
+    report.table(
+        f"Device KV, measured on 2 layers and 1 batch row, times {times}: {where}",
+        ["cache", "rows", "index", "queries", "all", "queries / rows", "full / it"],
+        rows,
+    )
+    report.table(
+        f"With weights, by arithmetic, beside the BeaconKV paper's peak memory: {where}",
+        ["cache", "weights", "KV", "both", "full / it", "paper: both", "paper: full / it"],
+        sums,
+    )
+
+
+def _paper(name: str, budget: int) -> tuple[float, float] | None:
+    """GB that the BeaconKV paper measured, and how often they go into those of the full cache."""
+    full = PAPER[Setting("DynamicCache", QWEN3.batch)][0]
+    setting = Setting(name, QWEN3.batch, budget)
+    peak = full if name == "full" else PAPER[setting][0] if setting in PAPER else None
+    return None if peak is None else (peak, full / peak)
+
+
+def peak_past_budget(shape: Shape, policy: str, prompt: int, budget: int, cycles: int = 4) -> Held:
+    """What a cache with a budget for the output holds at most, in all steps.
+
+    Args:
+        shape: Of the cache.
+        policy: Its name.
+        prompt: Tokens.
+        budget: Rows of output.
+        cycles: Eviction cycles past the full budget, an eighth of it each.
+
+    Raises:
+        RuntimeError: If it still grows in the last cycle: then more tokens would need more.
+    """
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=1 << 20,
+    )
+    # Some policies read the model's rotary embedding.
+    model = Qwen3ForCausalLM(config).to(dtype=torch.bfloat16)
+    cache = make_cache(policy, model, budget=budget)
+    script, held = Script(BareTokenizer()), []
+    feeder = Feeder(cache.shape, torch.bfloat16, batch=shape.batch)
+    feeder.read_prompt(cache, prompt, script.word)
+    held.append(Held.by(cache))
+    cycle = -(-budget // 8)
+    feeder.think(cache, script, 0, budget + cycles * cycle, lambda: held.append(Held.by(cache)))
+    before, last = (max(part, key=lambda h: h.total) for part in (held[:-cycle], held[-cycle:]))
+    if last.total > before.total:
+        raise RuntimeError(f"{policy} grows beyond its budget of {budget} rows")
+    return before
+
+
 # -- host precision --------------------------------------------------------------------------------
 
 
@@ -314,6 +448,9 @@ def _text(arguments: argparse.Namespace) -> tuple[Any, Any, Tensor, Tensor]:
     ids = torch.tensor(longest.input_ids)
     start = longest.kinds.count(PROMPT)
     return model, tokenizer, ids[:start], ids[start : start + arguments.text_tokens]
+
+
+_PARTS = {"zoomr": _device_memory, "budgets": _budgets, "host": _host_precision}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import copy
 import importlib
 import json
 import sys
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import zoomkv
 from zoomkv.caches.base import ModelShape
@@ -145,6 +148,110 @@ def test_full_depth_scales_what_every_layer_holds(scripts, harness, tiny_llama):
         assert predicted == measured == same
 
 
+@pytest.mark.parametrize("policy", ["beacon_kv", "rpc", "snapkv"])
+def test_budgets_scale_by_layers_and_batch(scripts, policy):
+    """Four layers and three batch rows hold exactly six times what two layers and one row hold."""
+    memory = scripts.memory
+    one, other = (
+        memory.peak_past_budget(
+            replace(memory.TINY, layers=layers, batch=batch), policy, prompt=20, budget=72, cycles=3
+        )
+        for layers, batch in ((2, 1), (4, 3))
+    )
+    assert one.times(6) == other
+    rows = 2 * 92 * memory.TINY.row  # of two layers, prompt and budget
+    assert rows * 0.9 < one.rows <= rows and one.queries > 0
+    assert (one.index > 0) == (policy != "rpc"), "rpc keeps the same rows for all heads"
+
+
+def test_what_grows_beyond_its_budget_is_noticed(scripts, monkeypatch):
+    memory, real = scripts.memory, make_cache
+    monkeypatch.setattr(memory, "make_cache", lambda policy, model, budget: real(policy, model))
+    with pytest.raises(RuntimeError, match="full grows beyond its budget of 512 rows"):
+        memory.peak_past_budget(replace(memory.TINY, layers=1), "full", 20, 512, cycles=1)
+
+
+def test_weights_of_qwen3_4b_are_those_of_its_shapes(scripts):
+    hidden, between, heads, kv_heads, width = 2560, 9728, 32, 8, 128
+    attention = 2 * hidden * width * (heads + kv_heads) + 2 * width
+    layer = attention + 3 * hidden * between + 2 * hidden
+    whole = 36 * layer + 151936 * hidden + hidden
+    assert scripts.gpu.parameters(scripts.gpu.QWEN3_4B, 36) == whole
+    assert whole == pytest.approx(4.02e9, rel=1e-3)
+
+
+def test_lines_through_two_depths_meet_a_third(scripts):
+    """What caches hold at three layers, and every step's peak, from one and two layers."""
+    gpu = scripts.gpu
+    arguments = SimpleNamespace(device="cpu", output=100, steps=2, cycles=1)
+    for setting in (
+        gpu.Setting("DynamicCache", 2),
+        gpu.Setting("full", 2),
+        gpu.Setting("beacon_kv", 2, 72),
+        gpu.Setting("rpc", 2, 72),
+    ):
+        costs = []
+        with torch.inference_mode():
+            for layers in (1, 2, 3):
+                model = gpu.built(gpu.QWEN3_4B, layers, True, "cpu")
+                costs.append(gpu._cost(setting, model, 0, arguments))
+        predicted, measured = gpu.at_depth(3, (1, 2), costs[:2]), costs[2]
+        assert predicted.held == measured.held
+        assert torch.equal(predicted.peaks, measured.peaks)
+        assert len(measured.peaks) == (2 if setting.budget is None else 9)
+
+
+def test_each_step_has_its_own_line(scripts):
+    """A peak that grows with the layers overtakes one that does not."""
+    cost = scripts.gpu.Cost
+    costs = [cost(0.1 + 0.2 * n, 8 * n, torch.tensor([50.0, 4.0 + 10 * n])) for n in (2, 4)]
+    whole = scripts.gpu.at_depth(10, (2, 4), costs)
+    assert whole.seconds == pytest.approx(2.1)
+    assert (whole.held, whole.peak) == (80, 104)
+
+
+@pytest.mark.parametrize("policy", ["full", "beacon_kv", "rpc", "snapkv"])
+def test_nothing_takes_more_memory_than_is_asked_for(scripts, policy, tmp_path):
+    """The estimate covers weights, cache and all that a cycle allocates on the way."""
+    gpu = scripts.gpu
+    setting = gpu.Setting(policy, 2, None if policy == "full" else 72)
+    with torch.inference_mode():
+        model = gpu.built(gpu.QWEN3_4B, 2, True, "cpu")
+        if setting.budget is None:
+            cache = gpu._kept(setting, model, gpu._PROMPT + 60)
+        else:
+            cache = gpu._bounded(setting, model)
+        held, step = gpu._held(cache), gpu._decoding(setting, model, cache)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for number in range(12):
+                step(number)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    work = max(accumulate(change for _, change in changes))
+    weights = sum(p.nbytes for p in model.parameters())
+    assert work > 0
+    assert weights + held + work <= gpu.needed(setting, 2, 100, True)
+
+
+def test_settings_that_do_not_fit_are_left_out_by_name(scripts, monkeypatch, capsys):
+    gpu = scripts.gpu
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--device", "cpu"])
+    settings = [gpu._shrunk(setting) for setting in gpu._TABLE4]
+    needs = {setting: gpu.needed(setting, 2, 50, True) for setting in settings}
+    monkeypatch.setattr(gpu, "_free", lambda device: min(needs.values()))
+    report = _report(scripts._harness, judged=False)
+    arguments = SimpleNamespace(device="cpu", dry_run=True, layers=2, output=50, steps=2, cycles=1)
+    with torch.inference_mode():
+        gpu._measure_table4(arguments, report)
+    (_, _, left_out), (_, _, measured) = report.tables
+    assert left_out and measured and len(left_out) + len(measured) == len(settings)
+    labels = [
+        [str(cell) for cell in gpu._label(s)] for s in settings if needs[s] == min(needs.values())
+    ]
+    assert [row[:3] for row in measured] == labels
+
+
 # -- timing ----------------------------------------------------------------------------------------
 
 
@@ -242,9 +349,13 @@ def test_json_is_written_as_a_whole_or_not_at_all(harness, tmp_path):
     ("name", "words", "mentions"),
     [
         ("decode", ["--quick", "--precision", "fp32"], ["zoomr streamed", "floor of zoomr"]),
-        ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8"]),
+        ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8", "beacon_kv"]),
         ("evicting", ["--quick"], ["snapkv", "x floor", "of it queries"]),
-        ("gpu", ["--dry-run", "--device", "cpu", "--models", "qwen-7b"], ["full_offloaded"]),
+        (
+            "gpu",
+            ["--dry-run", "--device", "cpu", "--models", "qwen-7b"],
+            ["full_offloaded", "beacon_kv", "paper: peak GB"],
+        ),
     ],
 )
 def test_benchmark_runs(scripts, name, words, mentions, tmp_path, monkeypatch, capsys):
@@ -284,6 +395,11 @@ def test_wrong_sizes_are_refused(scripts, monkeypatch, capsys):
         scripts.decode.main()
     assert refused.value.code == 2
     assert "--seen must be at least" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda", "--layers", "1"])
+    with pytest.raises(SystemExit) as refused:
+        scripts.gpu.main()
+    assert refused.value.code == 2
+    assert "--layers must be at least 2" in capsys.readouterr().err
 
 
 def test_twin_is_unaffected_by_attaching(scripts, tiny_llama):
