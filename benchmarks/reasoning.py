@@ -103,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs=2, default=(12, 20))
     parser.add_argument("--seed", type=int, default=404)
     parser.add_argument("--batch-size", type=int, default=30)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--max-new-tokens", type=int, default=1000)
     parser.add_argument("--precision", default="bf16")
@@ -117,8 +118,8 @@ def recall(session: Session) -> None:
     """Runs the arms that the record lacks."""
     _arm(session, "full", "full")
     for budget in session.arguments.budgets:
-        for policy, options in POLICIES.items():
-            _arm(session, f"{policy} {budget}", policy, budget=budget, **options)
+        for policy in session.arguments.policies:
+            _arm(session, f"{policy} {budget}", policy, budget=budget, **POLICIES[policy])
     zoomr = _arm(session, "zoomr", "zoomr", **ZOOMR)
     if "h2o as zoomr" not in session.record["recall"]:
         budget = matching(partial(_bytes, session), zoomr.device_bytes[0], 400)
