@@ -21,6 +21,7 @@ POLICIES: dict[str, str] = {
     "snapkv": "zoomkv.caches.snapkv:SnapKVCache",
     "streaming_llm": "zoomkv.caches.streaming_llm:StreamingLLMCache",
     "sumr": "zoomkv.caches.sumr:SumRCache",
+    "tova": "zoomkv.caches.tova:TOVACache",
     "zoomr": "zoomkv.caches.zoomr:ZoomRCache",
 }
 """Name of each policy and where its class is, as ``module:Class``."""
