@@ -62,6 +62,8 @@ TABLE = [
     Policy("h2o", {**_EVERYTHING, "normalised": True}, _LOOSE, "normalised"),
     Policy("tova", {**_OUTPUT, "refill": 0.9999}, _LOOSE),
     Policy("tova", {**_EVERYTHING, "recent": 1}, _LOOSE, "all"),
+    Policy("keydiff", _OUTPUT, _LOOSE),
+    Policy("keydiff", _EVERYTHING, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS}, _LOOSE),
     Policy("beacon_kv", {**_EVERYTHING, "beacons": 3, "recent_queries": 2}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),

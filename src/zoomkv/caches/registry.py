@@ -15,6 +15,7 @@ POLICIES: dict[str, str] = {
     "full_offloaded": "zoomkv.caches.full_offloaded:FullOffloadedCache",
     "h2o": "zoomkv.caches.h2o:H2OCache",
     "initial_recent": "zoomkv.caches.initial_recent:InitialRecentCache",
+    "keydiff": "zoomkv.caches.keydiff:KeyDiffCache",
     "r_kv": "zoomkv.caches.r_kv:RKVCache",
     "random": "zoomkv.caches.random_rows:RandomCache",
     "rpc": "zoomkv.caches.rpc:RPCCache",
