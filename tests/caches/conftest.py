@@ -64,6 +64,8 @@ TABLE = [
     Policy("tova", {**_EVERYTHING, "recent": 1}, _LOOSE, "all"),
     Policy("keydiff", _OUTPUT, _LOOSE),
     Policy("keydiff", _EVERYTHING, _LOOSE, "all"),
+    Policy("chunkkv", {**_OUTPUT, "window": 8, "kernel": 3, "chunk_length": 5}, _LOOSE),
+    Policy("chunkkv", {**_EVERYTHING, "window": 4, "chunk_length": 3}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS}, _LOOSE),
     Policy("beacon_kv", {**_EVERYTHING, "beacons": 3, "recent_queries": 2}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),

@@ -11,6 +11,7 @@ from typing import Any
 
 POLICIES: dict[str, str] = {
     "beacon_kv": "zoomkv.caches.beacon_kv:BeaconKVCache",
+    "chunkkv": "zoomkv.caches.chunkkv:ChunkKVCache",
     "full": "zoomkv.caches.full:FullCache",
     "full_offloaded": "zoomkv.caches.full_offloaded:FullOffloadedCache",
     "h2o": "zoomkv.caches.h2o:H2OCache",
