@@ -66,6 +66,8 @@ TABLE = [
     Policy("keydiff", _EVERYTHING, _LOOSE, "all"),
     Policy("chunkkv", {**_OUTPUT, "window": 8, "kernel": 3, "chunk_length": 5}, _LOOSE),
     Policy("chunkkv", {**_EVERYTHING, "window": 4, "chunk_length": 3}, _LOOSE, "all"),
+    Policy("pyramidkv", {**_OUTPUT, "window": 8, "kernel": 3}, _LOOSE),
+    Policy("pyramidkv", {**_EVERYTHING, "window": 4, "beta": 2.0}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS}, _LOOSE),
     Policy("beacon_kv", {**_EVERYTHING, "beacons": 3, "recent_queries": 2}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),

@@ -17,6 +17,7 @@ POLICIES: dict[str, str] = {
     "h2o": "zoomkv.caches.h2o:H2OCache",
     "initial_recent": "zoomkv.caches.initial_recent:InitialRecentCache",
     "keydiff": "zoomkv.caches.keydiff:KeyDiffCache",
+    "pyramidkv": "zoomkv.caches.pyramidkv:PyramidKVCache",
     "r_kv": "zoomkv.caches.r_kv:RKVCache",
     "random": "zoomkv.caches.random_rows:RandomCache",
     "rpc": "zoomkv.caches.rpc:RPCCache",
