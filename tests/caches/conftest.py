@@ -42,6 +42,7 @@ TABLE = [
     Policy("full"),
     Policy("full_offloaded"),
     Policy("streaming_llm", {"budget": 12, "n_sink": 2}, {"budget": 500}),
+    Policy("streaming_llm", {"budget": 12, "count_prefix": False}, {"budget": 500}, "output"),
     Policy("sumr", _THOUGHTS, {"window": 500}),
     Policy("sumr", {**_THOUGHTS, "residency": "streamed"}, {"window": 500}, "streamed"),
     Policy("zoomr", _ZOOM, {"window": 500}),

@@ -1,7 +1,8 @@
-"""``streaming_llm``: attention sinks and a sliding window (Xiao et al., 2023).
+"""``streaming_llm``: attention sinks and a sliding window (Xiao et al., 2023, arXiv 2309.17453).
 
-Keys keep their absolute positions. The paper renumbers positions within the cache; most ports,
-and this one, do not.
+Faithful: the first tokens and the newest stay, and a row goes in each step. Adapted: keys keep
+their absolute positions, as in most ports, where the paper renumbers them within the cache; without
+``count_prefix`` the whole prompt stays, as in BeaconKV's comparison.
 """
 
 from typing import Any
@@ -25,12 +26,12 @@ class StreamingLayer(EvictingLayer):
 class StreamingLLMCache(EvictingCache):
     """Keeps the first ``n_sink`` tokens and as many of the newest as the budget allows.
 
-    The prompt counts like any other text, and the sinks count within the budget.
-
     Args:
         model: The causal LM that will use it.
         budget: Rows, or a share of full KV.
-        n_sink: Tokens at the start that stay.
+        n_sink: Tokens at the start that stay, if the prompt counts; they count too.
+        count_prefix: Whether the prompt counts like any other text. If not, all of it stays, and
+            the budget is for the newest rows behind it.
 
     Raises:
         ValueError: If the budget does not exceed the sinks.
@@ -38,8 +39,21 @@ class StreamingLLMCache(EvictingCache):
 
     name = "streaming_llm"
 
-    def __init__(self, model: Any, budget: int | float = 1024, n_sink: int = 4) -> None:
+    def __init__(
+        self,
+        model: Any,
+        budget: int | float = 1024,
+        n_sink: int = 4,
+        count_prefix: bool = True,
+    ) -> None:
         check_at_least("n_sink", n_sink, 0)
         shape, slots = ModelShape.of(model), Slots()
         layers = [StreamingLayer(number, slots) for number in range(shape.layers)]
-        super().__init__(shape, layers, budget, prefix=n_sink, recent=0)
+        super().__init__(
+            shape,
+            layers,
+            budget,
+            prefix=n_sink if count_prefix else None,
+            recent=0,
+            count_prefix=count_prefix,
+        )
