@@ -292,6 +292,181 @@ def test_h2o_sums_are_where_their_rows_are(record: Any) -> None:
                 assert not sums[row, head, count:].any()
 
 
+# SnapKV and what is built on it.
+
+
+def window_scores(
+    recorder: Recorder, eviction: Eviction, head: int, window: int, kernel: int
+) -> Scores:
+    """Attention of the last queries to the rows before them, averaged, then over neighbours."""
+    start = max(eviction.length - window, 0)
+    stored = sorted(eviction.stored[head % len(eviction.stored)])
+    sums = dict.fromkeys(stored, 0.0)
+    for query in range(start, eviction.length):
+        rows = [p for p in stored if p <= query]
+        for h in range(head * GROUP, (head + 1) * GROUP):
+            weights = attention(recorder, eviction.layer, eviction.row, h, query, rows)
+            for position, weight in weights.items():
+                sums[position] += weight / (GROUP * (eviction.length - start))
+    candidates = [p for p in stored if p < start]
+    pooled = {}
+    for at, position in enumerate(candidates):
+        near = candidates[max(at - kernel // 2, 0) : at + kernel // 2 + 1]
+        pooled[position] = sum(sums[p] for p in near) / kernel
+    return pooled
+
+
+def with_window(eviction: Eviction, head: int, pooled: Scores) -> Scores:
+    """The rows of the window are worth more than all others."""
+    above = max(pooled.values(), default=0.0) + 1
+    return {p: pooled.get(p, above) for p in eviction.stored[head]}
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+@pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 1)])
+def test_snapkv_drops_what_the_window_does_not_look_at(
+    record: Any, protocol: dict[str, Any], policy: str, window: int, kernel: int
+) -> None:
+    # Few rows are free in the last layer of a pyramid.
+    steepness = {"beta": 1.3} if policy == "pyramidkv" else {}
+    budget = protocol["budget"] + (20 if protocol.get("count_prefix") else 10)
+    protocol = {**protocol, "budget": budget}
+    recorder = record(policy, window=window, kernel=kernel, **steepness, **protocol)
+
+    def score(eviction: Eviction, head: int) -> Scores:
+        pooled = window_scores(recorder, eviction, head, window, kernel)
+        return with_window(eviction, head, pooled)
+
+    check(recorder, protocol, score)
+
+
+@PROTOCOLS
+def test_pyramidkv_budgets_fall_linearly_and_add_up(
+    tiny_llama: Any, tools: Any, protocol: dict[str, Any]
+) -> None:
+    model = tiny_llama(num_hidden_layers=5)
+    zoomkv.attach(model)
+    protocol = {**protocol, "budget": 40}
+    prompt, generated = tools.distinct_ids(1, 100).split((12, 88), dim=1)
+
+    def full(policy: str, **options: Any) -> list[int]:
+        """Rows behind the prompt, or all if they count, in each layer when it is full."""
+        recorder = Recorder(make_cache(policy, model, window=4, **protocol, **options))
+        tools.run(model, recorder.cache, prompt, generated)
+        sizes = [
+            {len(e.stored[0]) for e in recorder.evictions if e.layer == n and e.length > 12}
+            for n in range(5)
+        ]
+        assert all(len(size) == 1 for size in sizes)
+        counted = 0 if protocol.get("count_prefix") else 12
+        found = [size.pop() - counted for size in sizes]
+        rows = [int(layer.slots.count) - counted for layer in recorder.cache.layers]
+        assert all(n <= most for n, most in zip(rows, found, strict=True))
+        return found
+
+    even = full("snapkv")
+    mean = even[0]
+    assert even == [mean] * 5
+    least = protocol["recent"] + 1 + protocol.get("n_sink", 0) * ("count_prefix" in protocol)
+    for beta in (1.0, 3.5, 1000):
+        low = max(mean / beta, least)
+        high = 2 * mean - low
+        expected = [high - n * (high - low) / 4 for n in range(5)]
+        found = full("pyramidkv", beta=beta)
+        assert sum(found) == 5 * mean
+        assert found == pytest.approx(expected, abs=0.5 + 1e-9)
+        assert min(found) >= least
+
+
+@PROTOCOLS
+def test_chunkkv_drops_chunks_that_the_window_does_not_look_at(
+    record: Any, protocol: dict[str, Any]
+) -> None:
+    window, kernel, length = 6, 3, 4
+    recorder = record("chunkkv", window=window, kernel=kernel, chunk_length=length, **protocol)
+
+    def score(eviction: Eviction, _: int) -> Scores:
+        heads = [window_scores(recorder, eviction, h, window, kernel) for h in range(KV_HEADS)]
+        above = max((s for head in heads for s in head.values()), default=0.0) + 1
+        chunks: dict[int, list[float]] = {}
+        for p in eviction.stored[0]:
+            token = sum(head.get(p, above) for head in heads)
+            chunks.setdefault(p // length, []).append(token)
+        means = {chunk: sum(tokens) / len(tokens) for chunk, tokens in chunks.items()}
+        return {p: means[p // length] for p in eviction.stored[0]}
+
+    check(recorder, protocol, score)
+    for eviction in recorder.evictions:
+        (stored,), (gone,) = eviction.stored, eviction.dropped
+        first = protocol["n_sink"] if protocol.get("count_prefix") else LENGTHS[eviction.row]
+        free = {p for p in stored if first <= p < eviction.length - protocol["recent"]}
+        split = {p // length for p in gone} & {p // length for p in free - gone}
+        assert len(split) <= 1  # only the last chunk to go is cut, and loses its oldest rows
+        for chunk in split:
+            rest = {p for p in free - gone if p // length == chunk}
+            assert max(p for p in gone if p // length == chunk) < min(rest)
+
+
+# TOVA.
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("refill", [0.875, 0.9999])
+def test_tova_drops_what_the_last_query_does_not_look_at(
+    record: Any, protocol: dict[str, Any], refill: float
+) -> None:
+    recorder = record("tova", **{**protocol, "recent": 1, "refill": refill})
+
+    def score(eviction: Eviction, _: int) -> Scores:
+        mean = dict.fromkeys(eviction.stored[0], 0.0)
+        for head in range(HEADS):
+            at = eviction.layer, eviction.row, head, eviction.length - 1
+            for position, weight in attention(recorder, *at, mean).items():
+                mean[position] += weight / HEADS
+        return mean
+
+    check(recorder, {**protocol, "recent": 1}, score)
+    answers = [e for e in recorder.evictions if e.length > LENGTHS[e.row]]
+    at_once = {len(e.dropped[0]) for e in answers}
+    assert at_once == {1} if refill == 0.9999 else min(at_once) > 1
+
+
+# KeyDiff.
+
+
+@PROTOCOLS
+def test_keydiff_drops_keys_like_the_mean(record: Any, protocol: dict[str, Any]) -> None:
+    recorder = record("keydiff", **protocol)
+
+    def score(eviction: Eviction, head: int) -> Scores:
+        units = {}
+        for p in eviction.stored[head]:
+            key = recorder.keys[eviction.layer, eviction.row, p][head].double()
+            units[p] = key / key.norm()
+        anchor = sum(units.values()) / len(units)
+        return {p: -float(unit @ anchor / anchor.norm()) for p, unit in units.items()}
+
+    check(recorder, protocol, score)
+
+
+# StreamingLLM.
+
+
+def test_streaming_llm_beside_a_prompt_that_does_not_count(model: Any, tools: Any) -> None:
+    prompt, generated = tools.distinct_ids(2, 100).split((40, 60), dim=1)
+    mask = torch.ones_like(prompt)
+    mask[1, :9] = 0
+    cache = make_cache("streaming_llm", model, budget=10, count_prefix=False)
+    _, reads = tools.run(model, cache, prompt, generated, mask)
+    for number, read in enumerate(reads):
+        for row, length in enumerate(LENGTHS):
+            newest = range(max(length, length + number - 9), length + number)
+            expected = {*range(length), *newest}
+            assert set(read[0][row, 0].nonzero().flatten().tolist()) == expected
+    assert cache.footprint().rows_max == 50
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
@@ -299,6 +474,14 @@ def test_h2o_sums_are_where_their_rows_are(record: Any) -> None:
         ("h2o", {"recent": 40, "budget": 40}, "budget=40: this policy needs at least 41 rows"),
         ("h2o", {"normalised": 2}, "normalised=2: give true or false"),
         ("h2o", {"refill": 1.5}, "refill=1.5"),
+        ("tova", {"recent": 1.5}, "recent=1.5: give a whole number of at least 0"),
+        ("keydiff", {"n_sink": -2}, "n_sink=-2"),
+        ("chunkkv", {"chunk_length": 0}, "chunk_length=0: give a whole number of at least 1"),
+        ("chunkkv", {"kernel": 4}, "kernel=4: give an odd number"),
+        ("pyramidkv", {"beta": 0.5}, "beta=0.5: give a number of at least 1"),
+        ("pyramidkv", {"beta": float("nan")}, "beta=nan"),
+        ("pyramidkv", {"beta": "steep"}, "beta='steep'"),
+        ("streaming_llm", {"budget": 0, "count_prefix": False}, "at least 1 rows"),
     ],
 )
 def test_options_out_of_range(
