@@ -141,6 +141,8 @@ def _arm(session: Session, name: str, policy: str, **options: Any) -> Arm:
                 progress.update(bar, completed=len(arm.recalled), shown=shown)
         print(f"{name}: {shown} of {arguments.n}", file=sys.stderr)
         done[name] = arm.to_dict()
+        if name != "full":  # whose texts are what all others are fed
+            done[name] |= {"texts": [], "ids": []}
         session.save()
     return Arm(**done[name])
 
