@@ -36,6 +36,7 @@ _ZOOM = {**_THOUGHTS, "consensus": 1, "top_k": 1}
 _OUTPUT = {"budget": 16, "recent": 4}  # the prompt stays and does not count
 _EVERYTHING = {"budget": 28, "recent": 4, "n_sink": 2, "count_prefix": True}
 _LOOSE = {"budget": 500, "recent": 4}
+_SENTENCES = {"budget": 24, "start": 2, "recent": 5, "window": 4, "kernel": 3}
 _BEACONS = {"beacons": 4, "recent_queries": 3, "refill": 0.625}  # more rows go than are recent
 
 TABLE = [
@@ -74,6 +75,8 @@ TABLE = [
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),
     Policy("initial_recent", {**_OUTPUT, "initial": 4, "recent_queries": 3}, _LOOSE),
     Policy("initial_recent", {**_EVERYTHING, "initial": 3, "recent_queries": 2}, _LOOSE, "all"),
+    Policy("sentence_kv", {**_SENTENCES, "semantic_factor": 1}, _LOOSE),
+    Policy("sentence_kv", {**_SENTENCES, "interval": 5}, _LOOSE, "interval"),
     # The example of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
 ]
@@ -210,6 +213,41 @@ def run(
     finally:
         del cache.commit
     return torch.stack(logits, dim=1), reads
+
+
+Parts = list[list[list[Tensor]]]
+
+
+def record_rows(cache: Any, pads: tuple[int, ...]) -> tuple[Parts, Parts]:
+    """Has a cache that watches queries write down all queries and keys of a run.
+
+    Args:
+        cache: An empty one.
+        pads: How many of them each row's prompt begins with.
+
+    Returns:
+        Queries and keys of each layer and row, tensors ``[heads, n, D]`` in the order of positions.
+    """
+    parts: tuple[Parts, Parts] = (
+        [[[] for _ in pads] for _ in cache.layers],
+        [[[] for _ in pads] for _ in cache.layers],
+    )
+    update, watch = cache.update, cache.watch
+
+    def note(which: int, layer: int, rows: Tensor) -> None:
+        for row, first in enumerate(pads):
+            parts[which][layer][row].append(rows[row, :, first if rows.shape[2] > 1 else 0 :])
+
+    def spy_update(k: Tensor, v: Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+        note(1, layer, k.clone())
+        return update(k, v, layer, *rest, **named)
+
+    def spy_watch(step: Any, layer: int, query: Tensor, key: Tensor) -> Any:
+        note(0, layer, query.clone())
+        return watch(step, layer, query, key)
+
+    cache.update, cache.watch = spy_update, spy_watch
+    return parts
 
 
 _MASKS: list[Tensor] = []  # by layer, bool [heads, T, T]

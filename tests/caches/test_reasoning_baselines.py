@@ -56,23 +56,9 @@ class Recorded:
 def recorded(model: Any, tools: Any, policy: str, **options: Any) -> Recorded:
     """Runs two rows, one with pads, and writes down what a policy's scores are made of."""
     cache = make_cache(policy, model, **options)
-    layers, rows = len(cache), len(PADS)
-    queries: list[list[list[Tensor]]] = [[[] for _ in range(rows)] for _ in range(layers)]
-    keys: list[list[list[Tensor]]] = [[[] for _ in range(rows)] for _ in range(layers)]
+    rows = len(PADS)
+    queries, keys = tools.record_rows(cache, PADS)
     calls: list[Scored] = []
-    update, watch = cache.update, cache.watch
-
-    def spy_update(k: Tensor, v: Tensor, layer: int, *rest: Any, **named: Any) -> Any:
-        for row, pads in enumerate(PADS):
-            keys[layer][row].append(k[row, :, pads if k.shape[2] > 1 else 0 :].clone())
-        return update(k, v, layer, *rest, **named)
-
-    def spy_watch(step: Any, layer: int, query: Tensor, key: Tensor) -> Any:
-        for row, pads in enumerate(PADS):
-            queries[layer][row].append(query[row, :, pads if query.shape[2] > 1 else 0 :].clone())
-        return watch(step, layer, query, key)
-
-    cache.update, cache.watch = spy_update, spy_watch
     for layer in cache.layers:
 
         def spy_score(k: Tensor, v: Tensor, p: Tensor, layer: Any = layer) -> Tensor:
@@ -88,7 +74,7 @@ def recorded(model: Any, tools: Any, policy: str, **options: Any) -> Recorded:
     for row, pads in enumerate(PADS):
         mask[row, :pads] = 0
     tools.run(model, cache, prompt, tools.distinct_ids(rows, GENERATED), mask)
-    assert len(calls) >= 4 * layers
+    assert len(calls) >= 4 * len(cache)
     return Recorded(
         [[torch.cat(parts, 1) for parts in layer] for layer in queries],
         [[torch.cat(parts, 1) for parts in layer] for layer in keys],

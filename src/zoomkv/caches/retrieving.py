@@ -71,18 +71,21 @@ class RetrievingCache(PolicyCache):
         residency: ``resident`` keeps each layer's working set on the device; ``streamed`` keeps
             it on the host and brings it to the device in every forward, two layers at a time.
         host_precision: ``auto`` archives rows as they are; ``int8`` and ``nf4`` quantise them.
+        shared: Whether all layers and heads read the same positions.
 
     Raises:
         ValueError: Unknown residency or precision.
     """
 
-    def __init__(self, shape: ModelShape, residency: str, host_precision: str) -> None:
+    def __init__(
+        self, shape: ModelShape, residency: str, host_precision: str, shared: bool = True
+    ) -> None:
         check_precision(host_precision)
         if residency not in get_args(Residency):
             raise ValueError(
                 f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
             )
-        slots, traffic = Slots(), Traffic()
+        traffic, one = Traffic(), Slots()
         self._streamed = residency == "streamed"
         window, every = DoubleBuffer(), range(shape.layers)
         sets: Sequence[WorkingSet] = (
@@ -91,7 +94,13 @@ class RetrievingCache(PolicyCache):
             else [ResidentSet() for _ in every]
         )
         layers = [
-            RetrievingLayer(number, slots, working_set, host_precision, traffic)
+            RetrievingLayer(
+                number,
+                one if shared else Slots(shape.kv_heads, on_host=True),
+                working_set,
+                host_precision,
+                traffic,
+            )
             for number, working_set in enumerate(sets)
         ]
         self._archived = torch.zeros(0, dtype=torch.int64)
@@ -99,7 +108,7 @@ class RetrievingCache(PolicyCache):
 
     @property
     def slots(self) -> Slots:
-        """The one index: all layers and heads read the same positions."""
+        """The index, or the first of several: all hold equally many rows, those added last last."""
         return self.groups[0][0]
 
     def archive_rows(self) -> None:
@@ -120,24 +129,27 @@ class RetrievingCache(PolicyCache):
             layer.archive.put((batch, slice(None), position), parts)
         self._archived = self._lengths
 
-    def read_only(self, readable: Tensor, rows: Tensor) -> int:  # bool [B, T], bool [B]
+    def read_only(self, readable: Tensor, rows: Tensor) -> None:
         """Makes the working sets of some batch rows hold the readable positions, no others.
 
         Every stored row must be archived. Takes effect with the next forward.
 
-        Returns:
-            Rows that were fetched, summed over the batch, of one layer.
+        Args:
+            readable: Bool ``[B, T]``, or ``[L, B, Hkv, T]`` if layers and heads differ, with as
+                many positions in each of them.
+            rows: Which batch rows change, bool ``[B]``.
         """
-        slots, total = self.slots, readable.shape[1]
-        positions = slots.positions[:, 0, : slots.length].long().clamp(max=total - 1)
-        keep = readable.gather(1, positions) | ~rows[:, None]
-        missing = readable & ~slots.readable(total)[:, 0] & rows[:, None]
+        if readable.dim() == 2:
+            readable = readable[None, :, None]
+        total, rows = readable.shape[-1], rows[:, None, None]
         with self.moving():
-            moves = slots.change(keep[:, None], missing)
-            there = moves.on(self._set_device())
-            for layer in self.layers:
-                self._rearrange(layer, moves, there)
-        return len(moves.fetch_from[0])
+            for (slots, layers), wanted in zip(self.groups, readable, strict=True):
+                positions = slots.positions[..., : slots.length].long().clamp(max=total - 1)
+                keep = wanted.gather(-1, positions) | ~rows
+                moves = slots.change(keep, wanted & ~slots.readable(total) & rows)
+                there = moves.on(self._set_device())
+                for layer in layers:
+                    self._rearrange(layer, moves, there)
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
@@ -162,9 +174,8 @@ class RetrievingCache(PolicyCache):
         working_set = layer.working_set
         if len(moves.source[0]):  # type: ignore[arg-type]
             working_set.move(there.source, there.target)
-        batch, position = moves.fetch_from
-        if len(batch):
+        if len(moves.fetch_from[0]):  # type: ignore[arg-type]
             working_set.reserve(moves.length)
-            parts = layer.archive.take((batch, slice(None), position))
+            parts = layer.archive.take(moves.fetch_from)
             working_set.admit(there.fetch_to, layer.archive, parts)
         working_set.fit(moves.length, _SLACK)

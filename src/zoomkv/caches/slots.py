@@ -28,8 +28,8 @@ class Moves:
     """Rows to move ..."""
     target: Index
     """... into these holes; the two never overlap."""
-    fetch_from: tuple[Tensor, Tensor]
-    """Batch rows and positions that are to come from the archive ..."""
+    fetch_from: Index
+    """Rows that are to come from the archive (positions for slots) ..."""
     fetch_to: Index
     """... into these holes."""
     length: int
@@ -37,11 +37,10 @@ class Moves:
 
     def on(self, device: torch.device) -> "Moves":
         """The same with the indexes on a device, so that they are copied there once."""
-        batch, position = self.fetch_from
         return Moves(
             _index_on(self.source, device),
             _index_on(self.target, device),
-            (batch.to(device), position.to(device)),
+            _index_on(self.fetch_from, device),
             _index_on(self.fetch_to, device),
             self.length,
         )
@@ -52,6 +51,7 @@ class Slots:
 
     Args:
         heads: 1 if all KV heads store the same rows, else the number of KV heads.
+        on_host: Keeps ``positions`` on the host even for several heads.
 
     Attributes:
         positions: ``[B, heads, C]``, meaningful in slots below ``count``.
@@ -62,14 +62,15 @@ class Slots:
     positions: Tensor
     count: Tensor
 
-    def __init__(self, heads: int = 1) -> None:
+    def __init__(self, heads: int = 1, on_host: bool = False) -> None:
         self.heads = heads
+        self._on_host = on_host or heads == 1
         self.start(0, torch.device("cpu"))
 
     @property
     def on_device(self) -> bool:
-        """Whether ``positions`` lives on the model's device: only an index for every head does."""
-        return self.heads > 1
+        """Whether ``positions`` lives on the model's device: only an index for every head may."""
+        return not self._on_host
 
     @property
     def bytes_per_row(self) -> int:
@@ -147,7 +148,7 @@ class Slots:
     def change(
         self,
         keep: Tensor,  # bool [B, heads, length]
-        missing: Tensor | None = None,  # bool [B, T]
+        missing: Tensor | None = None,  # bool [B, heads, T]
     ) -> Moves:
         """Drops the stored rows that aren't kept and makes room for missing positions.
 
@@ -159,8 +160,8 @@ class Slots:
         keep = keep & self.valid()
         total = keep.sum(-1)  # [B, heads]
         if missing is None:
-            missing = torch.zeros(len(self.count), 0, dtype=torch.bool, device=keep.device)
-        total = total + missing.sum(1)[:, None]
+            missing = keep[..., :0]
+        total = total + missing.sum(-1)
         width = max(keep.shape[2], int(total.max()))
         keep = F.pad(keep, (0, width - keep.shape[2]))
         slot = torch.arange(width, device=keep.device)
@@ -172,15 +173,14 @@ class Slots:
         moves = Moves(
             source=self._index(mover),
             target=self._index(for_mover),
-            fetch_from=_pair(missing),
+            fetch_from=self._index(missing),
             fetch_to=self._index(hole & ~for_mover),
             length=int(total.max()),
         )
         self._reserve(width)
         self.positions[moves.target] = self.positions[moves.source]
-        batch, position = moves.fetch_from
-        if len(batch):
-            self.positions[moves.fetch_to] = position.to(self.positions)[:, None]
+        position = moves.fetch_from[2].to(self.positions)  # type: ignore[union-attr]
+        self.positions[moves.fetch_to] = position[:, None] if self.heads == 1 else position
         self.count = total[:, 0].to("cpu")
         return moves
 
@@ -221,8 +221,3 @@ class Slots:
 
 def _index_on(index: Index, device: torch.device) -> Index:
     return tuple(part.to(device) if isinstance(part, Tensor) else part for part in index)
-
-
-def _pair(mask: Tensor) -> tuple[Tensor, Tensor]:  # bool [B, T]
-    batch, position = mask.nonzero(as_tuple=True)
-    return batch, position

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from zoomkv.backbone.protocol import Step
 from zoomkv.caches.base import ModelShape
 from zoomkv.caches.budget import check_at_least
 from zoomkv.caches.retrieving import RetrievingCache
+from zoomkv.caches.vocabulary import of_vocabulary
 from zoomkv.spans.boundaries import boundary_mask
 from zoomkv.spans.thoughts import Delimiters
 from zoomkv.spans.tracker import ThoughtTracker
@@ -55,15 +55,10 @@ class SumRCache(RetrievingCache):
         self._window_size = check_at_least("window", window, 1)
         check_at_least("max_interval", max_interval, 1)
         self._open_cap = None if open_cap is None else check_at_least("open_cap", open_cap, 1)
-        if tokenizer is None:
-            raise ValueError(
-                "it needs the model's tokenizer: pass tokenizer=..., or load the model with "
-                "zoomkv.load"
-            )
         shape = ModelShape.of(model)
         if delimiters is None:
-            delimiters = _vocabulary(tokenizer, "delimiters", Delimiters.special)
-        mask = _vocabulary(
+            delimiters = of_vocabulary(tokenizer, "delimiters", Delimiters.special)
+        mask = of_vocabulary(
             tokenizer,
             (shape.vocabulary, str(boundary)),
             lambda t: boundary_mask(t, shape.vocabulary, boundary),  # type: ignore[arg-type]
@@ -186,16 +181,3 @@ def tensors_in(state: object) -> Iterator[Tensor]:
             yield value
         elif hasattr(value, "__dict__"):
             yield from tensors_in(value)
-
-
-_DECODED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-
-
-def _vocabulary(tokenizer: Any, key: Any, make: Any) -> Any:
-    """What is derived from a whole vocabulary, once for each tokenizer."""
-    known = _DECODED.setdefault(tokenizer, {})
-    # A tokenizer that has grown since is another one.
-    key = (key, len(tokenizer.get_vocab()))
-    if key not in known:
-        known[key] = make(tokenizer)
-    return known[key]

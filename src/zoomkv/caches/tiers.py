@@ -174,14 +174,16 @@ class HostRows:
         self.traffic.to_host += size_of(parts)
         self.put((place.host_scatter[0], slice(None), place.host_scatter[2]), parts)
 
-    def take(self, index: Index) -> Parts:  # parts [n, Hkv, *]
-        """Copies rows out, in encoded form, on the host."""
-        batch, _, slot = index
+    def take(self, index: Index) -> Parts:  # parts [n, Hkv, *] or [n, *]
+        """Copies rows out, of all heads or of one each, in encoded form, on the host."""
+        batch, head, slot = index
         assert isinstance(batch, Tensor) and isinstance(slot, Tensor)
-        out = tuple(p.new_empty(len(slot), p.shape[1], p.shape[3]) for p in self._like)
+        heads = () if isinstance(head, Tensor) else self._like[0].shape[1:2]
+        out = tuple(p.new_empty(len(slot), *heads, p.shape[3]) for p in self._like)
         for chunk, here, offset in self._touched(slot):
+            of = head[here] if isinstance(head, Tensor) else head
             for result, part in zip(out, chunk, strict=True):
-                result[here] = part[batch[here], :, offset]
+                result[here] = part[batch[here], of, offset]
         return out
 
     def put(self, index: Index, parts: Parts) -> None:  # parts [n, Hkv, *]

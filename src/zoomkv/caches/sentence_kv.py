@@ -1,0 +1,288 @@
+"""``sentence_kv``: sentences that the current one asks for (SentenceKV; Zhu et al., 2025, COLM).
+
+All tokens lie on the host, grouped into sentences by the text. The mean query of the sentence being
+written ranks the others by their mean keys; their tokens are read in that order until the budget is
+full, beside the first and the newest tokens.
+
+Faithful: SnapKV's scores thin a prompt to ``semantic_factor`` budgets; means are of what is kept;
+the mean query runs along and starts anew behind each sentence; a selection in every step. Adapted:
+means and selections are of KV heads, with queries averaged over a group (the published code repeats
+KV heads). Up to the second token of a sentence the paper reads everything that is kept; here the
+query before goes on asking, or the budget would not hold. A query asks from the step after its own;
+behind a prompt its last queries ask. Of the last sentence that fits, as much as fits is read.
+Prompts and answers share no sentence; what is being written and is not recent is read last. Means
+lie on the host, where rows are selected, so all of the budget is rows; what a prompt does not keep
+stays on the host unread, as the heads of a token lie together there.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoomkv.backbone.protocol import Step
+from zoomkv.caches.base import ModelShape
+from zoomkv.caches.budget import Budget, check_at_least
+from zoomkv.caches.query_window import QueryWindow
+from zoomkv.caches.retrieving import RetrievingCache
+from zoomkv.caches.snapkv import check_odd
+from zoomkv.caches.vocabulary import of_vocabulary
+from zoomkv.ops.observed import mean_over_queries, observed_scores, pooled, weights_of
+from zoomkv.spans.punctuation import sentence_end_mask
+
+
+class SentenceKVCache(RetrievingCache):
+    """Reads the first tokens, the newest, and the sentences that the current one asks for.
+
+    Args:
+        model: The causal LM that will use it.
+        tokenizer: Of the model.
+        budget: Rows, or a share of full KV, that are readable.
+        start: Tokens at the start that always are.
+        recent: Newest tokens that always are.
+        semantic_factor: Budgets that a prompt keeps, at least 1.
+        window: Last queries of a prompt, which score its tokens.
+        kernel: Width of the max pooling of these scores, odd.
+        interval: Tokens between two selections.
+        host_precision: ``auto``, ``int8`` or ``nf4``.
+
+    Raises:
+        ValueError: An option out of range, or no tokenizer.
+    """
+
+    name = "sentence_kv"
+    watches_prompt = watches_decoding = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        budget: int | float = 1024,
+        start: int = 32,
+        recent: int = 32,
+        semantic_factor: int | float = 3,
+        window: int = 32,
+        kernel: int = 7,
+        interval: int = 1,
+        host_precision: str = "auto",
+    ) -> None:
+        self._first = check_at_least("start", start, 0)
+        self._recent = check_at_least("recent", recent, 1)
+        self._interval = check_at_least("interval", interval, 1)
+        self._smallest = start + recent + interval
+        self._budget = Budget.parse(budget, self._smallest)
+        number = isinstance(semantic_factor, int | float) and not isinstance(semantic_factor, bool)
+        if not number or not 1 <= semantic_factor < float("inf"):
+            raise ValueError(f"semantic_factor={semantic_factor!r}: give a number of at least 1")
+        self._factor = semantic_factor
+        self._kernel = check_odd("kernel", kernel)
+        self._window = QueryWindow(check_at_least("window", window, 1))
+        shape = ModelShape.of(model)
+        self._ends = of_vocabulary(
+            tokenizer,
+            ("sentence ends", shape.vocabulary),
+            lambda t: sentence_end_mask(t, shape.vocabulary),
+        )
+        super().__init__(shape, "resident", host_precision, shared=False)
+
+    # -- turns and steps ------------------------------------------------------------------------
+
+    def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        """See ``PolicyCache``: of a decode step the mean query of each group, ``[B, Hkv, D]``."""
+        if step.in_prompt:
+            return self._window.digest(step, query)
+        return query.float().unflatten(1, (self.shape.kv_heads, -1)).mean((2, 3))
+
+    def watched(self, step: Step) -> None:
+        """See ``PolicyCache``: notes where sentences end."""
+        if step.in_prompt:
+            self._window.take(step)
+        longest, room = int(self._lengths.max()), self._closed.shape[1]
+        if longest > room:
+            more = longest - room + max(longest // 2, 256)
+            self._closed = F.pad(self._closed, (0, more))
+            self._kept = F.pad(self._kept, (0, more), value=True)
+        real = torch.ones_like(step.ids, dtype=torch.bool) if step.real is None else step.real
+        batch, column = real.nonzero(as_tuple=True)
+        self._closed[batch, step.positions[batch, column]] = self._ends[step.ids[batch, column]]
+
+    def decoded(self, step: Step, hidden: Tensor) -> None:
+        """See ``PolicyCache``: the mean query of the sentence moves on."""
+        new, active = torch.stack(step.observations).to("cpu"), step.added > 0
+        self._asked = self._asked + active
+        self._sum = self._sum + new * active[:, None, None]
+        mean = self._sum / self._asked.clamp(min=1)[:, None, None]
+        asks = active & (self._asked > 1)
+        self._query = torch.where(asks[:, None, None], mean, self._query)
+        over = active & self._ends[step.ids[:, 0]]
+        self._asked = self._asked.masked_fill(over, 0)
+        self._sum = self._sum.masked_fill(over[:, None, None], 0.0)
+
+    def prepare(self, step: Step) -> None:
+        """See ``PolicyCache``."""
+        due = self._lengths - self._selected >= self._interval
+        if bool(due.any()):
+            self._select(due)
+
+    def prompt_started(self, first: bool) -> None:
+        """See ``PolicyCache``: what was being written is a sentence, finished or not."""
+        if not first:
+            self._close()
+        for layer in self.layers:
+            layer.working_set.limit(None)
+
+    def prompt_read(self, added: Tensor) -> None:
+        """See ``PolicyCache``."""
+        self._close()
+        self._thin(added)
+        queries = torch.stack([self._window.of(layer.number) for layer in self.layers])
+        present = (self._window.positions >= 0).sum(1)[:, None, None]
+        mean = queries.float().sum(3).to("cpu") / present  # where there is no query, zeros stand
+        self._query = mean.unflatten(2, (self.shape.kv_heads, -1)).mean(3)
+        self._sum = torch.zeros_like(self._query)
+        self._asked = torch.zeros_like(self._asked)
+        self._window.start(len(added))
+        self._select(torch.ones_like(added, dtype=torch.bool))
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Ends the sentence of each row's last token."""
+        self._closed[torch.arange(len(self._lengths)), self._lengths - 1] = True
+
+    def _rows(self) -> Tensor:  # [B]
+        return self._budget.rows(self._lengths).clamp(min=self._smallest)
+
+    def _thin(self, added: Tensor) -> None:  # [B]
+        """Marks the tokens of a prompt that its last queries look at least, so that some remain."""
+        drop = (added - (self._factor * self._rows()).long())[:, None, None]
+        if not bool((drop > 0).any()):
+            return
+        first = self._prompt_start.clamp(min=self._first)[:, None, None]
+        last = (self._lengths - max(self._recent, self._window.size))[:, None, None]
+        when = self._window.positions
+        for layer in self.layers:
+            keys, _ = layer.stored()
+            positions, valid = layer.slots.positions[..., : keys.shape[2]], layer.slots.valid()
+            with torch.autocast(keys.device.type, enabled=False):
+                at, there = positions.to(keys.device), valid.to(keys.device)
+                query, asked = self._window.of(layer.number), when.to(keys.device)
+                scores = observed_scores(query, asked, keys, at, there)
+                mean = mean_over_queries(weights_of(scores), asked >= 0)
+                score = pooled(mean, at, there.expand_as(at), self._kernel, "max").to("cpu")
+            may_go = (positions >= first) & (positions < last) & valid
+            order = score.masked_fill(~may_go, torch.inf).argsort(dim=-1, stable=True)
+            count = drop.minimum(may_go.sum(-1, keepdim=True))
+            gone = (torch.arange(order.shape[-1]) < count).expand_as(order)
+            batch, head, rank = gone.nonzero(as_tuple=True)
+            position = positions[batch, head, order[batch, head, rank]].long()
+            self._kept[layer.number, batch, head, position] = False
+
+    def _sentences(self) -> Tensor:  # [B, T + 1]
+        """The number of the sentence of each position, and in the end how many there are."""
+        longest = int(self._lengths.max())
+        inside = torch.arange(longest) < self._lengths[:, None]
+        return F.pad((self._closed[:, :longest] & inside).cumsum(1), (1, 0))
+
+    def _index(self, sentence: Tensor) -> None:  # [B, T + 1]
+        """Adds the mean keys of the sentences that have ended since; their rows are archived."""
+        total = sentence[:, -1:]
+        new = (sentence >= self._indexed[:, None]) & (sentence < total)
+        batch, position = new[:, :-1].nonzero(as_tuple=True)
+        if not len(batch):
+            return
+        have, need = self._means.shape[3], int(total.max())
+        if need > have:
+            self._means = F.pad(self._means, (0, 0, 0, need - have + max(need // 4, 16)))
+        # One entry for each sentence that has tokens among these.
+        which, entry = (batch * need + sentence[batch, position]).unique(return_inverse=True)
+        place = (which // need, slice(None), which % need)
+        for layer in self.layers:
+            keys, _ = layer.archive.codec.decode(layer.archive.take((batch, slice(None), position)))
+            kept = self._kept[layer.number, batch, :, position].float()  # [n, Hkv]
+            count = kept.new_zeros(len(which), kept.shape[1]).index_add_(0, entry, kept)
+            total_keys = kept.new_zeros(len(which), *keys.shape[1:])
+            total_keys.index_add_(0, entry, keys.float() * kept[..., None])
+            self._means[layer.number][place] = total_keys / count.clamp(min=1)[..., None]
+        self._indexed = total[:, 0]
+
+    def _select(self, rows: Tensor) -> None:  # bool [B]
+        """Chooses anew what some rows read from the next step on."""
+        self.archive_rows()
+        sentence = self._sentences()
+        self._index(sentence)
+        self.read_only(self._readable(sentence), rows)
+        self._selected = torch.where(rows, self._lengths, self._selected)
+        ceiling = max(int(self._rows().max()), self.slots.length)
+        for layer in self.layers:
+            layer.working_set.limit(ceiling)
+
+    def _readable(self, sentence: Tensor) -> Tensor:  # [B, T + 1] -> bool [L, B, Hkv, T]
+        """The first tokens, the newest, and others in the order of their sentences' scores."""
+        total, sentence = sentence[:, -1:], sentence[:, :-1].contiguous()
+        position, length = torch.arange(sentence.shape[1]), self._lengths[:, None]
+        always = (position < self._first) | (position >= length - self._recent)
+        always &= position < length
+        other = (~always & (position < length))[:, None] & self._kept[..., : len(position)]
+        room = self._rows() - self._interval - always.sum(1)
+
+        count = int(total.max()) + 1  # the last is what is being written
+        with torch.autocast("cpu", enabled=False):
+            score = (self._means[..., : count - 1, :] @ self._query[..., None])[..., 0]
+        score = F.pad(score, (0, 1))
+        score = score.masked_fill((torch.arange(count) >= total)[:, None], -torch.inf)
+        order = score.argsort(dim=-1, descending=True, stable=True)  # [L, B, Hkv, count]
+        before = F.pad(other.cumsum(-1, dtype=torch.int32), (1, 0))  # others before a position
+        starts = torch.arange(count + 1).expand(len(total), -1).contiguous()
+        starts = torch.searchsorted(sentence, starts)[:, None].expand(*score.shape[:3], -1)
+        starts = before.gather(-1, starts)
+        size = starts.diff()
+        ahead = size.gather(-1, order).cumsum(-1, dtype=torch.int32)
+        ahead = torch.empty_like(size).scatter_(-1, order, ahead) - size  # in better sentences
+        shift = (ahead - starts[..., :-1]).gather(-1, sentence[:, None].expand_as(other))
+        return other & (before[..., :-1] + shift < room[:, None, None]) | always[:, None]
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyCache``."""
+        super().select(rows)
+        self._window.select(rows)
+        for name in ("_closed", "_indexed", "_selected", "_asked"):
+            setattr(self, name, getattr(self, name)[rows])
+        for name in ("_kept", "_means", "_sum", "_query"):
+            setattr(self, name, getattr(self, name)[:, rows])
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().device_tensors()
+        yield from self._window.device_tensors()
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().host_tensors()
+        yield from self._window.host_tensors()
+        yield from (self._closed, self._indexed, self._selected, self._asked, self._ends)
+        yield from (self._kept, self._means, self._sum, self._query)
+
+    def _start(self, batch: int, device: torch.device) -> None:
+        super()._start(batch, device)
+        self._window.start(batch)
+        heads = (self.shape.layers, batch, self.shape.kv_heads)
+        width = self.shape.head_dim
+        self._closed = torch.zeros(batch, 0, dtype=torch.bool)  # whether a sentence ends there
+        self._kept = torch.zeros(*heads, 0, dtype=torch.bool)
+        self._means = torch.zeros(*heads, 0, width)
+        self._indexed = torch.zeros(batch, dtype=torch.int64)  # sentences that have means
+        self._query = torch.zeros(*heads, width)  # the one that asks
+        self._sum = torch.zeros(*heads, width)  # of the queries of the sentence being written
+        self._asked = torch.zeros(batch, dtype=torch.int64)  # how many these are
+        self._selected = torch.zeros(batch, dtype=torch.int64)  # lengths at the last selection
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What kind each token of the vocabulary is says nothing about a sequence: it is shared.
+        memo[id(self._ends)] = self._ends
+        return super().__deepcopy__(memo)
