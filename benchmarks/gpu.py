@@ -63,6 +63,7 @@ from transformers.cache_utils import DynamicCache
 
 import zoomkv
 from zoomkv.caches.base import ModelShape, PolicyCache
+from zoomkv.caches.beacons import WORKSPACE
 from zoomkv.caches.registry import make_cache
 
 _MIB = 2**20
@@ -448,8 +449,8 @@ def _label(setting: Setting) -> list[Any]:
 def at_depth(depth: int, depths: tuple[int, int], costs: Sequence[Cost]) -> Cost:
     """The costs at another number of layers, on the straight line through two.
 
-    Steps have their peaks for different reasons, some of which grow with the layers (beacons are
-    chosen for all of them at once) and some of which don't: each step has its own line.
+    Steps have their peaks for different reasons, some of which grow with the layers and some of
+    which don't: each step has its own line.
     """
     small, large = costs
     beyond = (depth - depths[1]) / (depths[1] - depths[0])
@@ -472,10 +473,12 @@ def needed(setting: Setting, layers: int, output: int, tiny: bool) -> float:
     if setting.budget is None:
         work = 2 * rows * row  # a layer, copied when a row is added
     else:
-        # Kept queries, and the choice of beacons among 32 for all layers at once, in fp32.
-        held += heads * width * (64 * _BYTES + 6 * 32 * 4)
+        # Kept queries, and those that replace them.
+        held += heads * width * 64 * _BYTES
         # Scores and weights of 32 queries in fp32 with three masks, and the keys in fp32, twice.
         work = rows * (32 * heads * 12 + 2 * 4 * kv_heads * width)
+        # The choice of beacons, layer by layer at most.
+        work += 6 * 4 * max(32 * heads * width, WORKSPACE // setting.batch)
     logits = 8 * config.vocab_size
     # A tenth for what the allocator can't use.
     return 1.1 * (

@@ -630,3 +630,19 @@ def test_rotations_that_cannot_be_undone_are_refused(tiny_llama: Any) -> None:
     for policy in ("beacon_kv", "initial_recent"):
         with pytest.raises(ValueError, match="rope type 'dynamic' is not supported"):
             make_cache(policy, model)
+
+
+def test_choosing_layer_by_layer_makes_no_difference(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: Any, tools: Any
+) -> None:
+    model = tiny_llama()
+    zoomkv.attach(model)
+    found = []
+    for workspace in (1 << 24, 1):
+        monkeypatch.setattr("zoomkv.caches.beacons.WORKSPACE", workspace)
+        options = {"budget": 20, "recent": 4, "beacons": 4, "recent_queries": 4}
+        cache = make_cache("beacon_kv", model, **options)
+        tools.run(model, cache, tools.prompt_ids(2, 9), tools.distinct_ids(2, 80))
+        found.append([cache.readable(layer) for layer in range(2)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not found[0][0].all()

@@ -17,6 +17,8 @@ from zoomkv.ops.rope import Rotary
 
 _PENDING = 512  # columns of a prompt in parts that are kept whole, so that parts make no difference
 _NEVER = 2**31 - 1
+WORKSPACE = 2**24
+"""Numbers of the buffers among which beacons are chosen at once; that takes fp32, several times."""
 
 
 class KeptQueries:
@@ -269,10 +271,13 @@ class Beacons(KeptQueries):
         which: slice | Tensor = slice(None)
         if not bool(rows.all()):
             which = rows.nonzero().squeeze(1).to(self._queries.device)
-        held = self._queries[:, which], self._positions[:, which]
-        query, positions = self._chosen(*held, self._first[rows])
-        self._queries[:, which, :, : self.beacons] = query
-        self._positions[:, which] = F.pad(positions, (0, self.recent), value=-1)
+        together = max(1, WORKSPACE // self._queries[0].numel())
+        for start in range(0, len(self._queries), together):
+            layers = slice(start, start + together)
+            held = self._queries[layers, which], self._positions[layers, which]
+            query, positions = self._chosen(*held, self._first[rows])
+            self._queries[layers, which, :, : self.beacons] = query
+            self._positions[layers, which] = F.pad(positions, (0, self.recent), value=-1)
         self._filled[rows] = _count(positions)
         self._since[rows] = 0
 
