@@ -36,6 +36,7 @@ _ZOOM = {**_THOUGHTS, "consensus": 1, "top_k": 1}
 _OUTPUT = {"budget": 16, "recent": 4}  # the prompt stays and does not count
 _EVERYTHING = {"budget": 28, "recent": 4, "n_sink": 2, "count_prefix": True}
 _LOOSE = {"budget": 500, "recent": 4}
+_STEEP = {"budget": 2000, "recent": 4}  # the last layer has a twentieth
 _SENTENCES = {"budget": 24, "start": 2, "recent": 5, "window": 4, "kernel": 3}
 _BEACONS = {"beacons": 4, "recent_queries": 3, "refill": 0.625}  # more rows go than are recent
 
@@ -68,8 +69,8 @@ TABLE = [
     Policy("keydiff", _EVERYTHING, _LOOSE, "all"),
     Policy("chunkkv", {**_OUTPUT, "window": 8, "kernel": 3, "chunk_length": 5}, _LOOSE),
     Policy("chunkkv", {**_EVERYTHING, "window": 4, "chunk_length": 3}, _LOOSE, "all"),
-    Policy("pyramidkv", {**_OUTPUT, "window": 8, "kernel": 3}, _LOOSE),
-    Policy("pyramidkv", {**_EVERYTHING, "window": 4, "beta": 2.0}, _LOOSE, "all"),
+    Policy("pyramidkv", {**_OUTPUT, "window": 8, "kernel": 3}, _STEEP),
+    Policy("pyramidkv", {**_EVERYTHING, "window": 4, "beta": 2.0}, _STEEP, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS}, _LOOSE),
     Policy("beacon_kv", {**_EVERYTHING, "beacons": 3, "recent_queries": 2}, _LOOSE, "all"),
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),
