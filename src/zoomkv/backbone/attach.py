@@ -171,6 +171,8 @@ def _sdpa(
         )
     _observe(zoomkv, module, query, key)
     mask = zoomkv.placements[_layer(module)].mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(query.dtype)  # the only one that SDPA adds
     output = grouped_attention(
         query, key, value, mask, scale=scaling, causal=mask is None and query.shape[2] > 1
     )
@@ -241,7 +243,9 @@ def _layer(module: nn.Module) -> int:
 
 def _additive(mask: Tensor | None, query: Tensor, length: int) -> Tensor | None:
     """The mask as one addend: filled once, since two large negatives may sum to -inf."""
-    size = query.shape[2]
+    heads, size = query.shape[1:3]
+    if mask is not None and mask.is_floating_point():
+        return mask.to(query.dtype).repeat_interleave(heads // mask.shape[1], dim=1)
     if mask is None:
         if size == 1:
             return None

@@ -32,7 +32,10 @@ class Placement:
     host_scatter: tuple[Tensor, Tensor, Tensor] | None = None
     """The same on the CPU."""
     mask: Tensor | None = None
-    """Readable slots, bool ``[B, 1, Q, length]``; None: all of them, causally among the new."""
+    """Readable slots, bool ``[B, 1, Q, length]``; None: all of them, causally among the new.
+
+    A layer may put a placement with addends of logits here instead, ``[B, 1 or Hkv, Q, length]``.
+    """
 
 
 @dataclass(slots=True)

@@ -184,6 +184,11 @@ class Slots:
         self.count = total[:, 0].to("cpu")
         return moves
 
+    def rewrite(self, positions: Tensor, count: Tensor) -> None:  # [B, heads, T], [B]
+        """Says anew what stands in the first slots, and how many are in use."""
+        self.positions[:, :, : positions.shape[2]] = positions
+        self.count = count
+
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows, in the given order; one may come twice."""
         self.count = self.count[rows]
