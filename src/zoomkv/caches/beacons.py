@@ -18,7 +18,7 @@ from zoomkv.ops.rope import Rotary
 _PENDING = 512  # columns of a prompt in parts that are kept whole, so that parts make no difference
 _NEVER = 2**31 - 1
 WORKSPACE = 2**24
-"""Numbers of the buffers among which beacons are chosen at once; that takes fp32, several times."""
+"""Numbers in the queries among which beacons are chosen at once; that takes fp32, several times."""
 
 
 class KeptQueries:
@@ -126,12 +126,16 @@ class Beacons(KeptQueries):
 
     def choose(
         self,
-        query: Tensor,  # [..., N, D]
-        positions: Tensor,  # [..., N], -1 where there is no candidate
-    ) -> Tensor:  # int64 [..., beacons], in any order
+        query: Tensor,  # [..., H, N, D]
+        positions: Tensor,  # [..., H, N], -1 where there is no candidate
+    ) -> Tensor:  # int64 [..., H, beacons], in any order
         """Which of N >= beacons queries become beacons; -1 for each that is missing."""
-        before_rope = self.rotary.unrotate(query.float(), positions.clamp(min=0))
-        return farthest_points(before_rope, self.beacons, positions >= 0)
+        heads = max(1, WORKSPACE * query.shape[-3] // query.numel())
+        chosen = []
+        for some, where in zip(query.split(heads, -3), positions.split(heads, -2), strict=True):
+            before_rope = self.rotary.unrotate(some.float(), where.clamp(min=0))
+            chosen.append(farthest_points(before_rope, self.beacons, where >= 0))
+        return torch.cat(chosen, dim=-2)
 
     def digest(self, step: Step, layer: int, query: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See ``KeptQueries``: of what is too long to wait for the prompt's end, the choice."""
