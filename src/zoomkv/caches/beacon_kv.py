@@ -84,9 +84,9 @@ class ObservedCache(DecodingCache):
             )
 
     def _keep_budget(self, room: int) -> None:
-        slots, layers = self.groups[-1]  # the last to be evicted from
+        slots, _ = self.groups[-1]  # the last to be evicted from
         before = slots.count
-        free = self._capacity(slots, layers[0]) - before
+        free = self.capacity(len(self.groups) - 1) - before
         with self.moving():
             if room:
                 self.queries.advance(free)

@@ -110,6 +110,7 @@ class EvictingCache(PolicyCache):
         """See ``PolicyCache``."""
         if bool((self._lengths == added).all()):
             self._prompt = self._lengths
+        self._capacities = {}
         self._keep_budget(room=0)
 
     def prepare(self, step: Step) -> None:
@@ -120,15 +121,17 @@ class EvictingCache(PolicyCache):
         """See ``PolicyCache``."""
         super().select(rows)
         self._prompt = self._prompt[rows]
+        self._capacities = {}
 
     def host_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().host_tensors()
-        yield self._prompt
+        yield from (self._prompt, *self._capacities.values())
 
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._prompt = torch.zeros(batch, dtype=torch.int64)
+        self._capacities: dict[int, Tensor] = {}  # by group; a number of rows makes them last
         self.evicted = 0
 
     def _protected_prefix(self) -> Tensor:  # [B]
@@ -136,16 +139,23 @@ class EvictingCache(PolicyCache):
             return self._prompt
         return torch.full_like(self._lengths, self._prefix)
 
+    def capacity(self, group: int) -> Tensor:  # [B]
+        """Rows that fit each batch row's budget, in the layers of one of ``groups``."""
+        if group not in self._capacities or isinstance(self._budget.value, float):
+            slots, layers = self.groups[group]
+            self._capacities[group] = self._capacity(slots, layers[0])
+        return self._capacities[group]
+
     def _capacity(self, slots: Slots, layer: EvictingLayer) -> Tensor:  # [B]
-        """Rows that fit each batch row's own budget, what indexes them included."""
+        """Rows that fit each batch row's budget, which also holds what indexes them."""
         rows = self._budget.rows(self._lengths).clamp(min=self._smallest)
         prefix = self._protected_prefix()
         row = layer.row_bytes()
         if self._count_prefix:
             rows = rows - -(-self.overhead() // (row * self.shape.kv_heads * self.shape.layers))
-        else:
-            rows = rows + prefix
         capacity = rows * row // (row + layer.side_bytes + slots.bytes_per_row)
+        if not self._count_prefix:
+            capacity = capacity + prefix
         needed = prefix + self._recent + 1
         if isinstance(self._budget.value, float):
             return capacity.maximum(needed)  # a short text's share may be too small for anything
@@ -178,8 +188,8 @@ class EvictingCache(PolicyCache):
 
     def _keep_budget(self, room: int) -> None:
         """Drops rows until ``room`` more fit, in every layer."""
-        for slots, layers in self.groups:
-            capacity = self._capacity(slots, layers[0])
+        for number, (slots, layers) in enumerate(self.groups):
+            capacity = self.capacity(number)
             over = slots.count + room > capacity
             if bool(over.any()):
                 target = capacity - self._interval_of(capacity) if room else capacity
