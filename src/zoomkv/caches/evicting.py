@@ -75,6 +75,8 @@ class EvictingCache(PolicyCache):
         ValueError: If the budget can't hold what is protected.
     """
 
+    _capacities: dict[int, Tensor]  # by group, as long as a budget in rows makes them last
+
     def __init__(
         self,
         shape: ModelShape,
@@ -131,7 +133,7 @@ class EvictingCache(PolicyCache):
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._prompt = torch.zeros(batch, dtype=torch.int64)
-        self._capacities: dict[int, Tensor] = {}  # by group; a number of rows makes them last
+        self._capacities = {}
         self.evicted = 0
 
     def _protected_prefix(self) -> Tensor:  # [B]
