@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoomkv.ops.seed_clusters import _banded, seed_clusters
+from zoomkv.ops.seed_clusters import _HALVINGS, _banded, seed_clusters
 
 
 def greedy(
@@ -36,7 +36,7 @@ def slow_clusters(
     unit = torch.nn.functional.normalize(keys.double(), dim=-1)
     cosine = unit @ unit.T
     low, high = -1.01, 1.0
-    for _ in range(10):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if len(taken(greedy(cosine, free, chunk, middle, reach))) >= over:
             low = middle
@@ -94,7 +94,7 @@ def test_products_in_bands(reach: int) -> None:
         for column in range(reach):
             other = row - (reach - column)
             want = full[:, :, row, other] if other >= 0 else torch.zeros(2, 3)
-            torch.testing.assert_close(band[:, :, row, column], want)
+            torch.testing.assert_close(band[:, :, column, row], want)
 
 
 def test_nothing_is_merged_above_the_target_and_like_keys_first() -> None:

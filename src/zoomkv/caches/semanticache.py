@@ -81,7 +81,7 @@ class SemantiLayer(EvictingLayer):
         slot = (stays.cumsum(-1) - 1).gather(-1, into).masked_fill(~valid, width)
         size = torch.ones(slot.shape, device=device)
         if self.log_size is not None:
-            size[..., : self.log_size.shape[2]] = self.log_size.exp().round()
+            size = F.pad(self.log_size, (0, length - self.log_size.shape[2])).exp().round()
         sizes = size.new_zeros(*slot.shape[:2], width + 1).scatter_add_(-1, slot, size)
         sizes = sizes[..., :width].clamp(min=1)
         rows = self.working_set.rows  # type: ignore[union-attr]
@@ -118,6 +118,7 @@ class SemantiCache(EvictingCache):
 
     name = "semanticache"
     watches_prompt = watches_decoding = True  # to see the tokens, not the queries
+    _delimiters: Tensor  # bool [B, positions and slack]
 
     def __init__(
         self,

@@ -54,6 +54,14 @@ class SentenceKVCache(RetrievingCache):
 
     name = "sentence_kv"
     watches_prompt = watches_decoding = True
+    _closed: Tensor  # bool [B, positions and slack], whether a sentence ends there
+    _kept: Tensor  # bool [L, B, Hkv, positions and slack]
+    _means: Tensor  # fp32 [L, B, Hkv, sentences and slack, D]
+    _indexed: Tensor  # [B], sentences that have means
+    _query: Tensor  # fp32 [L, B, Hkv, D], the one that asks
+    _sum: Tensor  # fp32 [L, B, Hkv, D], of the queries of the sentence being written
+    _asked: Tensor  # [B], how many these are
+    _selected: Tensor  # [B], lengths at the last selection
 
     def __init__(
         self,
@@ -273,14 +281,14 @@ class SentenceKVCache(RetrievingCache):
         self._window.start(batch)
         heads = (self.shape.layers, batch, self.shape.kv_heads)
         width = self.shape.head_dim
-        self._closed = torch.zeros(batch, 0, dtype=torch.bool)  # whether a sentence ends there
+        self._closed = torch.zeros(batch, 0, dtype=torch.bool)
         self._kept = torch.zeros(*heads, 0, dtype=torch.bool)
         self._means = torch.zeros(*heads, 0, width)
-        self._indexed = torch.zeros(batch, dtype=torch.int64)  # sentences that have means
-        self._query = torch.zeros(*heads, width)  # the one that asks
-        self._sum = torch.zeros(*heads, width)  # of the queries of the sentence being written
-        self._asked = torch.zeros(batch, dtype=torch.int64)  # how many these are
-        self._selected = torch.zeros(batch, dtype=torch.int64)  # lengths at the last selection
+        self._indexed = torch.zeros(batch, dtype=torch.int64)
+        self._query = torch.zeros(*heads, width)
+        self._sum = torch.zeros(*heads, width)
+        self._asked = torch.zeros(batch, dtype=torch.int64)
+        self._selected = torch.zeros(batch, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What kind each token of the vocabulary is says nothing about a sequence: it is shared.
