@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 import zoomkv
+from zoomkv.caches.keydiff import KeyDiffLayer
 from zoomkv.caches.registry import make_cache
+from zoomkv.caches.slots import Slots
 from zoomkv.ops import observed
 from zoomkv.ops.observed import attention_received
 
@@ -448,6 +450,24 @@ def test_keydiff_drops_keys_like_the_mean(record: Any, protocol: dict[str, Any])
         return {p: -float(unit @ anchor / anchor.norm()) for p, unit in units.items()}
 
     check(recorder, protocol, score)
+
+
+def test_keydiff_ignores_what_lies_beyond_a_rows_end() -> None:
+    torch.manual_seed(0)
+    slots = Slots(2)
+    layer = KeyDiffLayer(0, slots)
+    keys, counts = torch.randn(2, 2, 8, 4), (8, 5)
+
+    def score(keys: Tensor, *count: int) -> Tensor:
+        slots.start(len(count), torch.device("cpu"))
+        slots.count = torch.tensor(count)
+        slots.positions = torch.arange(max(count), dtype=torch.int32).expand(len(count), 2, -1)
+        return layer.score(keys[:, :, : max(count)], keys, slots.positions)
+
+    together = score(keys, *counts)
+    for row, count in enumerate(counts):
+        alone = score(keys[row : row + 1], count)
+        torch.testing.assert_close(together[row, :, :count], alone[0])
 
 
 # StreamingLLM.

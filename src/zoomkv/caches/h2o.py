@@ -196,7 +196,7 @@ class H2OCache(DecodingCache):
     def _droppable(self, slots: Slots, positions: Tensor) -> Tensor:
         droppable = super()._droppable(slots, positions)
         if self._half:
-            newest = self._newest(self._capacity(slots, self.layers[0]))
+            newest = self._newest(self.capacity(0))  # the same in all layers
             last = (self._lengths - newest).to(positions.device)
             droppable = droppable & (positions < last[:, None, None])
         return droppable
