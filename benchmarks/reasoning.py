@@ -1,8 +1,8 @@
 """Eviction while reasoning: ledgers of 12 to 20 steps under small output budgets.
 
     python benchmarks/reasoning.py recall   [--n 30] [--budgets 128 256] [--out FILE.json]
-    python benchmarks/reasoning.py fidelity [--traces 8] [--budgets 128 256 512]
-    python benchmarks/reasoning.py ablation [--traces 8] [--budgets 128 256 512]
+    python benchmarks/reasoning.py fidelity [--traces 6] [--budgets 128 256 512]
+    python benchmarks/reasoning.py ablation [--traces 6] [--budgets 128 256 512]
     python benchmarks/reasoning.py tables
 
 ``recall``: every policy answers the same fresh problems; *recalled*: both asked values equal what
@@ -10,7 +10,8 @@ the text itself says in its steps; *right*: both equal the truth. The budget is 
 prompt stays (the BeaconKV paper's rule). ``zoomr`` has no budget; ``h2o`` runs once more at its
 mean device bytes, prompt and indexes included. ``fidelity``: KL(full || policy) and equal first
 tokens along the full cache's own texts. ``ablation``: the paper's, on the same texts. Each command
-goes on where it was stopped, and takes its problems and texts from ``recall``'s full arm.
+goes on where it was stopped (the record lies in ``benchmarks/records``), and takes its problems and
+texts from ``recall``'s full arm.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("what", choices=["recall", "fidelity", "ablation", "tables"])
     parser.add_argument("--checkpoint", default="checkpoints/zoomr-smollm2-135m")
     parser.add_argument("--n", type=int, default=30)
-    parser.add_argument("--traces", type=int, default=8, help="texts for fidelity and ablation")
+    parser.add_argument("--traces", type=int, default=6, help="texts for fidelity and ablation")
     parser.add_argument("--steps", type=int, nargs=2, default=(12, 20))
     parser.add_argument("--seed", type=int, default=404)
     parser.add_argument("--batch-size", type=int, default=30)
@@ -107,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--max-new-tokens", type=int, default=1000)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--out", default="runs/reasoning.json")
+    parser.add_argument("--out", default="benchmarks/records/reasoning.json")
     return parser.parse_args()
 
 
