@@ -276,7 +276,12 @@ def test_killed_and_started_again(endpoint, tmp_path, how):
     hold = threading.Event()
     served = threading.Semaphore(12)  # then the server stops answering
     endpoint.before = lambda paragraph: served.acquire(timeout=0) or hold.wait(60)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        # What a shell starts in the background ignores it, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     journal = tmp_path / "out.jsonl.journal"
     deadline = time.monotonic() + 60
     while (

@@ -41,7 +41,9 @@ class ObservedLayer(EvictingLayer):
         """See ``EvictingLayer``."""
         query, when = self.queries.of(self.number)
         readable = self.slots.valid() if self.candidates is None else self.candidates
-        weights = weights_of(observed_scores(query, when, keys, positions, readable))
+        # A single KV head's index lies on the host.
+        there = positions.to(keys.device), readable.to(keys.device)
+        weights = weights_of(observed_scores(query, when, keys, *there))
         if self.aggregate == "mean":
             return mean_over_queries(weights, when[:, 0] >= 0)
         return weights.amax(dim=(2, 3))
@@ -83,16 +85,16 @@ class ObservedCache(DecodingCache):
                 f"{protected} that are protected; raise budget or refill, or lower recent"
             )
 
-    def _keep_budget(self, room: int) -> None:
+    def _keep_budget(self, coming: Tensor | None) -> None:  # [B]
         slots, _ = self.groups[-1]  # the last to be evicted from
         before = slots.count
         free = self.capacity(len(self.groups) - 1) - before
         with self.moving():
-            if room:
-                self.queries.advance(free)
-            else:
+            if coming is None:
                 self.queries.prompt_ended(free)
-        super()._keep_budget(room)
+            else:
+                self.queries.advance(free)
+        super()._keep_budget(coming)
         if slots.count is not before:
             dropped = before - slots.count
             with self.moving():

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGEST = 2**31 - 1
+"""Rows: positions are 32-bit numbers."""
 _SHARE_STEP = 32  # a share grows with the sequence; buffers follow in steps of this many rows
 
 
@@ -34,6 +36,8 @@ class Budget:
             raise ValueError(
                 f"budget={value}: a share of full KV lies in (0, 1]; give rows as a whole number"
             )
+        if isinstance(value, int) and value > LARGEST:
+            raise ValueError(f"budget={value}: no cache holds more than {LARGEST} rows")
         if isinstance(value, int) and value < smallest:
             raise ValueError(f"budget={value}: this policy needs at least {smallest} rows")
         return cls(value)
@@ -42,6 +46,8 @@ class Budget:
         """Rows allowed to each batch row, where its full cache holds ``full``."""
         if isinstance(self.value, int):
             return torch.full_like(full, self.value)
+        if self.value == 1:
+            return torch.full_like(full, LARGEST)  # all of it, whatever indexes it
         rows = (self.value * full.double()).long()
         return torch.where(rows < 2 * _SHARE_STEP, rows, rows // _SHARE_STEP * _SHARE_STEP)
 
@@ -54,4 +60,17 @@ def check_at_least(option: str, value: int, smallest: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{option}={value!r}: give a whole number of at least {smallest}")
+    if value > LARGEST:
+        raise ValueError(f"{option}={value}: give at most {LARGEST}")
+    return value
+
+
+def check_flag(option: str, value: bool) -> bool:
+    """Returns the value of an option that is on or off.
+
+    Raises:
+        ValueError: If it is neither; a word that says ``no`` must not turn it on.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{option}={value!r}: give true or false")
     return value

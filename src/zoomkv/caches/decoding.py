@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoomkv.backbone.protocol import Step
 from zoomkv.caches.base import ModelShape
-from zoomkv.caches.budget import check_at_least
+from zoomkv.caches.budget import check_at_least, check_flag
 from zoomkv.caches.evicting import EvictingCache, EvictingLayer
 from zoomkv.caches.query_window import QueryWindow
 from zoomkv.caches.slots import Slots
@@ -81,6 +81,13 @@ class DecodingCache(EvictingCache):
         if not isinstance(refill, float) or not 0 < refill < 1:
             raise ValueError(f"refill={refill!r}: give the share that stays, between 0 and 1")
         check_at_least("n_sink", n_sink, 0)
+        check_flag("count_prefix", count_prefix)
+        window = self.queries.size if isinstance(self.queries, QueryWindow) else 0
+        if isinstance(budget, int) and 0 < budget <= window:
+            raise ValueError(
+                f"budget={budget}: it must exceed the queries that score, window={window}, or none "
+                "of their rows could ever go"
+            )
         shape = ModelShape.of(model)
         layers = [
             self.make_layer(number, Slots(1 if self.shared_heads else shape.kv_heads))

@@ -113,11 +113,11 @@ class EvictingCache(PolicyCache):
         if bool((self._lengths == added).all()):
             self._prompt = self._lengths
         self._capacities = {}
-        self._keep_budget(room=0)
+        self._keep_budget(None)
 
     def prepare(self, step: Step) -> None:
         """See ``PolicyCache``."""
-        self._keep_budget(room=1)
+        self._keep_budget(step.added)
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
@@ -164,9 +164,9 @@ class EvictingCache(PolicyCache):
         if bool((short := capacity < needed).any()):
             at = int(short.nonzero()[0])
             raise ValueError(
-                f"budget={self._budget.value}: the {int(capacity[at])} rows that it leaves besides "
-                f"indexes can't hold the {int(needed[at])} that are protected; raise it, or do not "
-                "count the prompt"
+                f"budget={self._budget.value}: without what indexes the rows "
+                f"it falls short by {int((needed - capacity)[at])} rows of the "
+                f"{int(needed[at])} that it must hold; raise it"
             )
         return capacity
 
@@ -188,13 +188,15 @@ class EvictingCache(PolicyCache):
             rows = (counted * self._interval).ceil().long().clamp(min=1)
         return rows.minimum(capacity - prefix - self._recent)
 
-    def _keep_budget(self, room: int) -> None:
-        """Drops rows until ``room`` more fit, in every layer."""
+    def _keep_budget(self, coming: Tensor | None) -> None:  # [B]
+        """Drops rows, in every layer, until those that are coming fit; None: a prompt has come."""
         for number, (slots, layers) in enumerate(self.groups):
             capacity = self.capacity(number)
-            over = slots.count + room > capacity
+            over = slots.count + (0 if coming is None else coming) > capacity
             if bool(over.any()):
-                target = capacity - self._interval_of(capacity) if room else capacity
+                target = capacity
+                if coming is not None:
+                    target = capacity - self._interval_of(capacity)
                 drop = torch.where(over, slots.count - target, 0)
                 self._evict(slots, layers, drop)
             self._set_ceiling(slots, layers, int(capacity.max()))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoomkv.backbone.protocol import Step
-from zoomkv.caches.budget import check_at_least
+from zoomkv.caches.budget import check_at_least, check_flag
 from zoomkv.caches.decoding import DecodingCache
 from zoomkv.caches.evicting import EvictingLayer
 from zoomkv.caches.slots import Moves, Slots
@@ -136,9 +136,7 @@ class H2OCache(DecodingCache):
         normalised: bool = False,
         **protocol: Any,
     ) -> None:
-        if not isinstance(normalised, bool):
-            raise ValueError(f"normalised={normalised!r}: give true or false")
-        self.normalised = normalised
+        self.normalised = check_flag("normalised", normalised)
         self.received = Received()
         self._half = recent is None
         recent = 1 if recent is None else check_at_least("recent", recent, 0)
@@ -179,8 +177,8 @@ class H2OCache(DecodingCache):
         super()._start(batch, device)
         self.received.start(batch)
 
-    def _keep_budget(self, room: int) -> None:
-        super()._keep_budget(room)
+    def _keep_budget(self, coming: Tensor | None) -> None:  # [B]
+        super()._keep_budget(coming)
         self.received.fit(self.layers[0].slots.ceiling)
 
     def _newest(self, capacity: Tensor) -> Tensor:  # [B] -> [B]

@@ -14,7 +14,7 @@ from torch import Tensor
 from zoomkv.backbone.rotary import rotary_of
 from zoomkv.caches.beacon_kv import ObservedCache, check_choice
 from zoomkv.caches.beacons import Beacons
-from zoomkv.caches.budget import check_at_least
+from zoomkv.caches.budget import check_at_least, check_flag
 from zoomkv.ops.rope import Rotary
 
 
@@ -89,6 +89,7 @@ class InitialRecentCache(ObservedCache):
         check_at_least("recent_queries", recent_queries, 1)
         from_prompt = check_choice("source", source, ("decode", "prompt")) == "prompt"
         rotary = rotary_of(model)
+        check_flag("align", align)
         self.queries = FirstQueries(rotary, initial, recent_queries, from_prompt, align)
         super().__init__(model, **protocol)
         self.check_budget()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zoomkv.caches.base import ModelShape
-from zoomkv.caches.budget import check_at_least
+from zoomkv.caches.budget import check_at_least, check_flag
 from zoomkv.caches.evicting import EvictingCache, EvictingLayer
 from zoomkv.caches.slots import Slots
 
@@ -47,6 +47,7 @@ class StreamingLLMCache(EvictingCache):
         count_prefix: bool = True,
     ) -> None:
         check_at_least("n_sink", n_sink, 0)
+        check_flag("count_prefix", count_prefix)
         shape, slots = ModelShape.of(model), Slots()
         layers = [StreamingLayer(number, slots) for number in range(shape.layers)]
         super().__init__(

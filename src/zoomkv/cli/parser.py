@@ -28,7 +28,7 @@ def literal(text: str) -> Any:
     """A Python literal (256, 0.1, true, None), or the text itself."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
