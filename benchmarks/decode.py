@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(precision: Precision, arguments: argparse.Namespace, report: Report) -> None:
-    model, tokenizer = _model(precision, arguments)
+    model, tokenizer = timed_model(precision, arguments.quick)
     script = Script(tokenizer, 24, 4, 8) if arguments.quick else Script(tokenizer)
     start = arguments.seen - arguments.prompt
     stop = start + arguments.paragraphs * script.period
@@ -183,9 +183,9 @@ def _against(timings: Timings, name: str) -> tuple[str, str]:
     return floor, f"{timings.ratio('DynamicCache', name)[0]:.2f}"
 
 
-def _model(precision: Precision, arguments: argparse.Namespace) -> tuple[Any, Any]:
+def timed_model(precision: Precision, quick: bool) -> tuple[Any, Any]:
     """The model, not attached yet, and a tokenizer with the two delimiters."""
-    if arguments.quick:
+    if quick:
         return small_model(precision)
     model, tokenizer = load_base("smollm2-135m", precision)
     add_to_model(model, tokenizer)

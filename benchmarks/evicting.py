@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from _harness import Contender, Feeder, Report, Script, options, quiet, take_turns
-from decode import FloorLayer, small_model, twin
+from decode import FloorLayer, timed_model, twin
 from transformers.cache_utils import Cache
 
 import zoomkv
-from zoomkv.backbone.load import load_base
 from zoomkv.caches.base import ModelShape
 from zoomkv.caches.registry import POLICIES, make_cache
 from zoomkv.caches.tiers import storage_bytes
@@ -76,11 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(budget: int, batch: int, arguments: argparse.Namespace, report: Report) -> None:
-    model, tokenizer = (
-        small_model(arguments.precision)
-        if arguments.quick
-        else load_base("smollm2-135m", arguments.precision)
-    )
+    model, tokenizer = timed_model(arguments.precision, arguments.quick)
     bare = twin(model)
     bare.config._attn_implementation = "benchmark_floor"
     zoomkv.attach(model, tokenizer)

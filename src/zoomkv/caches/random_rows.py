@@ -20,7 +20,7 @@ class RandomLayer(EvictingLayer):
 
     def __init__(self, number: int, slots: Slots, seed: int) -> None:
         super().__init__(number, slots)
-        self.seed = seed
+        self.seed = check_at_least("seed", seed, 0)
 
     def score(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         """See ``EvictingLayer``."""
@@ -55,7 +55,7 @@ class RandomCache(DecodingCache):
     name = "random"
 
     def __init__(self, model: Any, seed: int = 0, **protocol: Any) -> None:
-        self.seed = seed
+        self.seed = check_at_least("seed", seed, 0)
         super().__init__(model, **protocol)
 
     def make_layer(self, number: int, slots: Slots) -> RandomLayer:
