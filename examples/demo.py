@@ -31,7 +31,7 @@ COLUMNS = (
     "device\npeak",
     "host",
     "to\ndevice",
-    "token/s",
+    "tok/s",
 )
 
 
@@ -49,9 +49,10 @@ def main() -> None:
     trace = ledger(arguments.seed, shape)
     screen.rule("the problem")
     screen.print(trace.problem)
-    table = Table(title=f"{arguments.steps} steps; the answer is {trace.answer}; KV in MiB")
+    title = f"{arguments.steps} steps; the answer is {trace.answer}; KV in MiB"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
     for column in COLUMNS:
-        table.add_column(column, justify="right" if table.columns else "left")
+        table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
     for policy, options in ARMS:
         name = f"{policy} {options.get('residency', '')}".strip()
         screen.rule(name)
