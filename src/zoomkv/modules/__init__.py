@@ -1,0 +1,1 @@
+"""What is trained, and what training and caches share."""
