@@ -12,11 +12,20 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice, product
 from typing import Any, Literal, get_args
 
 from zoomkv.data.ledger import NAMES
-from zoomkv.data.long_text import CountTokens, Document, Part, TextFiles, TextSource, book
+from zoomkv.data.long_text import (
+    CountTokens,
+    Document,
+    Part,
+    StdlibText,
+    TextFiles,
+    TextSource,
+    book,
+)
 from zoomkv.data.segment import estimate_tokens
 
 Kind = Literal["single", "multi-key", "multi-value", "multi-query"]
@@ -55,6 +64,11 @@ class Haystack:
     joint: str = " "
     """What stands between sentences."""
 
+    @cached_property
+    def text(self) -> str:
+        """All sentences, to look in for names that are taken."""
+        return "\n".join(self.sentences)
+
 
 NOISE = Haystack(
     ("The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",),
@@ -69,8 +83,8 @@ def haystack(source: str, part: Part = "evaluation") -> Haystack:
     """A haystack by name.
 
     Args:
-        source: ``noise``, ``needles``, ``book`` (see ``long_text.BookText``), or a text file or
-            folder, whose files are strung together.
+        source: ``noise``, ``needles``, ``book`` and ``stdlib`` (see ``long_text``), or a text file
+            or folder, whose files are strung together.
         part: Which part of the book.
 
     Raises:
@@ -80,6 +94,10 @@ def haystack(source: str, part: Part = "evaluation") -> Haystack:
         return NOISE if source == "noise" else NEEDLES
     if source == "book":
         texts = [book(part)]
+    elif source == "stdlib":
+        documents = StdlibText().documents(estimate_tokens)
+        # By paragraphs: tables and listings have no sentences to cut them at.
+        texts = [each for document in documents for each in document["text"].split("\n\n")]
     else:
         texts = [document["text"] for document in TextFiles(source).documents(estimate_tokens)]
     # As RULER has it: line ends count as spaces.
@@ -177,15 +195,15 @@ def needle(
             are different needles for, or between two lengths that the tokenizer can give.
     """
     rng = random.Random(f"needle {seed}")
-    of_form = {form: _names(rng, form, haystack) for form in get_args(Form)}
+    of_form = {form: names(rng, form, haystack) for form in get_args(Form)}
     different = 1 if shape.kind == "multi-value" else shape.hidden
     keys = _take(of_form[shape.keys], different, shape)
     values = _take(of_form[shape.values], shape.hidden, shape)
-    task, question, opening = _texts(keys[: shape.asked], shape)
+    task, question, opening = wording(keys[: shape.asked], shape.values, shape.asked)
     depths = tuple(map(float, shape.depths or rng.sample(range(101), shape.asked)))
     others = map(float, rng.sample(range(101), shape.hidden - shape.asked))
     of_values = keys * (shape.hidden // len(keys))
-    facts = [_fact(key, value, shape) for key, value in zip(of_values, values, strict=True)]
+    facts = [fact(key, value, shape.values) for key, value in zip(of_values, values, strict=True)]
     sentences: Sequence[str] = haystack.sentences
     filler = ""
     if not sentences:
@@ -196,7 +214,7 @@ def needle(
             _take(of_form[shape.values], enough, shape),
             strict=True,
         )
-        sentences = [_fact(key, value, shape) for key, value in more]
+        sentences = [fact(key, value, shape.values) for key, value in more]
     start = rng.randrange(len(sentences))
     layout = _Layout(
         (*sentences[start:], *sentences[:start]),
@@ -232,7 +250,7 @@ def needles(
 
 
 class NeedleText(TextSource):
-    """Needle prompts with their answers, as documents to train on.
+    """Needle prompts with their answers, as documents to train on; see also ``asked``.
 
     Args:
         count: How many.
@@ -260,7 +278,7 @@ class NeedleText(TextSource):
         """See ``TextSource``."""
         among = haystack(self.haystack, "train")
         for one in needles(self.count, self.shape, among, count_tokens, self.seed):
-            answer = f"{one.opening} {_listed(one.answers)}."
+            answer = f"{one.opening} {listed(one.answers)}."
             yield Document(text=f"{one.prompt} {answer}", id=one.id)
 
 
@@ -330,9 +348,9 @@ class _Layout:
         return self.task + self.joint.join([*pieces, *sentences[begin:]])
 
 
-def _names(rng: random.Random, form: str, haystack: Haystack) -> Iterator[str]:
-    """Keys or values, all different, that the haystack does not have."""
-    text, given = "\n".join(haystack.sentences), set()
+def names(rng: random.Random, form: Form, haystack: Haystack) -> Iterator[str]:
+    """Keys or values, all different, that the haystack does not have; words may run out."""
+    text, given = haystack.text, set()
     pairs = list(product(ADJECTIVES, NOUNS)) if form == "words" else []
     rng.shuffle(pairs)
     while form != "words" or pairs:
@@ -357,17 +375,24 @@ def _take(names: Iterator[str], number: int, shape: NeedleShape) -> list[str]:
     return taken
 
 
-def _fact(key: str, value: str, shape: NeedleShape) -> str:
-    return f"One of the special magic {shape.values} for {key} is: {value}."
+def fact(key: str, value: str, values: Form) -> str:
+    """A needle."""
+    return f"One of the special magic {values} for {key} is: {value}."
 
 
-def _texts(queries: list[str], shape: NeedleShape) -> tuple[str, str, str]:
-    """RULER's task, question and opening, in the singular where one value is asked for."""
-    if shape.asked == 1:
-        form, some, verb, which = shape.values.removesuffix("s"), "A", "is", "is"
+def wording(queries: Sequence[str], values: Form, asked: int) -> tuple[str, str, str]:
+    """RULER's task, question and opening, in the singular where one value is asked for.
+
+    Args:
+        queries: The keys that are asked for.
+        values: What they have.
+        asked: How many values the question asks for.
+    """
+    if asked == 1:
+        form, some, verb, which = values.removesuffix("s"), "A", "is", "is"
     else:
-        form, some, verb, which = shape.values, "Some", "are", "are all"
-    subject = f"special magic {form} for {_listed(queries)} mentioned in the provided text"
+        form, some, verb, which = values, "Some", "are", "are all"
+    subject = f"special magic {form} for {listed(queries)} mentioned in the provided text"
     task = (
         f"{some} special magic {form} {verb} hidden within the following text. Make sure to "
         f"memorize it. I will quiz you about the {form} afterwards.\n"
@@ -375,7 +400,8 @@ def _texts(queries: list[str], shape: NeedleShape) -> tuple[str, str, str]:
     return task, f"What {which} the {subject}?", f"The {subject} {verb}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: ``a``, or ``a, b, and c``."""
     if len(names) == 1:
         return names[0]
     return f"{', '.join(names[:-1])}, and {names[-1]}"
