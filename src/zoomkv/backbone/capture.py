@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoomkv.backbone.attach import attach
+from zoomkv.backbone.replaced import under_attention
 
 Observer = Callable[[int, Tensor, Tensor, float], None]
 """Called as ``observer(layer, query, key, scaling)``: queries ``[B, H, Q, D]`` and keys
@@ -34,23 +35,11 @@ def captured(model: Any, observer: Observer) -> Iterator[None]:
     """
     with attach(model):
         decoder = model.get_decoder()
-        config = decoder.config
-        base = config._attn_implementation
+        base = decoder.config._attn_implementation
         assert not base.endswith(_SUFFIX), "captured twice"
         _register(base)
-
-        def tell(
-            decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return args, {**kwargs, "zoomkv_observer": observer}
-
-        handle = decoder.register_forward_pre_hook(tell, with_kwargs=True)
-        config._attn_implementation = base + _SUFFIX
-        try:
+        with under_attention(decoder, base + _SUFFIX, zoomkv_observer=observer):
             yield
-        finally:
-            config._attn_implementation = base
-            handle.remove()
 
 
 def _register(base: str) -> None:
