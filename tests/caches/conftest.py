@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList
 
 import zoomkv
+from zoomkv.caches.base import ModelShape
 from zoomkv.caches.registry import POLICIES, make_cache
+from zoomkv.modules.sketch import Sketch
 from zoomkv.spans.thoughts import Delimiters
 
 BEGIN, END, EOS, DOT = 2, 3, 1, 10
@@ -40,6 +43,11 @@ _LOOSE = {"budget": 500, "recent": 4}
 _STEEP = {"budget": 2000, "recent": 4}  # the last layer has a twentieth
 _MERGES = {"budget": 32, "recent": 4, "n_sink": 2}
 _SENTENCES = {"budget": 24, "start": 2, "recent": 5, "window": 4, "kernel": 3}
+_CONTEXT = {"window": 4, "slack": 4, "min_span": 3, "max_span": 6, "width": 8}
+_ZOOMS = {**_CONTEXT, "budget": 48, "coarse_precision": "auto"}
+_ROWS = {**_ZOOMS, "coarse_share": 0.0}
+_OPEN = {**_CONTEXT, "budget": 1.0}
+_STREAMS = {**_OPEN, "residency": "streamed"}
 _BEACONS = {"beacons": 4, "recent_queries": 3, "refill": 0.625}  # more rows go than are recent
 
 TABLE = [
@@ -82,6 +90,13 @@ TABLE = [
     Policy("sentence_kv", {**_SENTENCES, "interval": 5}, _LOOSE, "interval"),
     Policy("semanticache", {**_MERGES, "reach": 8}, _LOOSE, merges=True),
     Policy("semanticache", {**_MERGES, "budget": 14}, _LOOSE, "tight", merges=True),
+    Policy("sekv", {**_ROWS, "router": "trained"}, _OPEN),
+    Policy("sekv", {**_ROWS, "router": "trained", "anchor_share": 0.1}, _OPEN, "anchors"),
+    Policy("sekv", {**_ROWS, "router": "trained", "residency": "streamed"}, _OPEN, "streamed"),
+    Policy("sekv", {**_ROWS, "router": "oracle"}, {**_OPEN, "router": "oracle"}, "oracle"),
+    Policy("sekv", {**_ROWS, "router": "random"}, {**_OPEN, "router": "random"}, "random"),
+    Policy("sekv", {**_ZOOMS, "router": "trained"}, _STREAMS, "coarse", merges=True),
+    Policy("sekv", {**_ZOOMS, "router": "mean-key"}, _OPEN, "mean-key", merges=True),
     # The example of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
 ]
@@ -122,6 +137,8 @@ class Bench:
 
     def cache(self, loose: bool = False, **options: Any) -> Any:
         chosen = self.policy.loose if loose else self.policy.binding
+        if chosen.get("router") == "trained":
+            chosen = {**chosen, "router": self.sketch}
         return make_cache(
             self.policy.name,
             self.model,
@@ -129,6 +146,16 @@ class Bench:
             delimiters=DELIMITERS,
             **{**chosen, **options},
         )
+
+    @cached_property
+    def sketch(self) -> Sketch:
+        """Random projections: fitted ones would turn with the last bit of a few keys."""
+        shape = ModelShape.of(self.model)
+        sketch = Sketch(shape.layers, shape.heads, shape.kv_heads, shape.head_dim, 8)
+        torch.nn.init.normal_(sketch.key)
+        group = shape.heads // shape.kv_heads
+        sketch.query.data = sketch.key.data.repeat_interleave(group, 1)
+        return sketch
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """Greedy by default; summaries and sentence ends are forced at fixed steps."""

@@ -243,8 +243,8 @@ def test_a_row_that_ends_early_does_not_disturb_the_other(bench: Any, tools: Any
 
 
 def _tensors(value: Any, found: dict[int, Tensor], seen: set[int]) -> None:
-    """Every tensor that is reachable from an object; a rotary table is the model's own."""
-    if id(value) in seen or isinstance(value, Rotary):
+    """Every tensor that is reachable from an object; rotary tables and modules are shared."""
+    if id(value) in seen or isinstance(value, Rotary | nn.Module):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):

@@ -155,6 +155,17 @@ def _observe(step: Step, module: nn.Module, query: Tensor, key: Tensor) -> None:
         step.observations.append(seen)
 
 
+def _read(
+    step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> tuple[Tensor, None]:
+    """What the cache's own attention gives."""
+    assert step.reader is not None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        output = step.reader(_layer(module), query.detach(), key, value, scaling)
+    return output.transpose(1, 2), None
+
+
 def _sdpa(
     module: nn.Module,
     query: Tensor,  # [B, H, Q, D]
@@ -170,6 +181,8 @@ def _sdpa(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     _observe(zoomkv, module, query, key)
+    if zoomkv.reader is not None:
+        return _read(zoomkv, module, query, key, value, scaling)
     mask = zoomkv.placements[_layer(module)].mask
     if mask is not None and mask.is_floating_point():
         mask = mask.to(query.dtype)  # the only one that SDPA adds
@@ -191,6 +204,8 @@ def _eager(
 ) -> tuple[Tensor, Tensor | None]:
     if zoomkv is not None:
         _observe(zoomkv, module, query, key)
+        if zoomkv.reader is not None:
+            return _read(zoomkv, module, query, key, value, scaling)
         attention_mask = _additive(zoomkv.placements[_layer(module)].mask, query, key.shape[2])
         key, value = key.to(query.dtype), value.to(query.dtype)
     # Every supported family has its own function of this name beside its attention module.
@@ -210,8 +225,10 @@ def _flash(
     zoomkv: Step | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if zoomkv is not None and zoomkv.placements[_layer(module)].mask is not None:
-        # Flash kernels know no mask over slots.
+    if zoomkv is not None and (
+        zoomkv.reader is not None or zoomkv.placements[_layer(module)].mask is not None
+    ):
+        # Flash kernels know no mask over slots, and a cache's own attention needs none of them.
         return _sdpa(module, query, key, value, None, scaling=scaling, zoomkv=zoomkv, **kwargs)
     if zoomkv is not None:
         _observe(zoomkv, module, query, key)

@@ -57,6 +57,10 @@ class Step:
     observer: "Callable[[Step, int, Tensor, Tensor], Any] | None" = None
     """Called by the attention function, if the cache wants to watch: this step, the layer, its
     queries ``[B, H, Q, D]`` and the keys that they read ``[B, Hkv, T, D]``."""
+    reader: "Callable[[int, Tensor, Tensor, Tensor, float], Tensor] | None" = None
+    """Called by the attention function in place of its own product, if what a query reads depends
+    on the query: layer, queries ``[B, H, Q, D]``, what the layer's ``update`` returned, and the
+    factor on logits. Returns the output ``[B, H, Q, D]``."""
     observations: list[Any] = field(default_factory=list)
     """What the observer returned, layer by layer. It counts once the step is committed."""
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 import torch
@@ -292,6 +292,8 @@ class PolicyCache(Cache, SteppedCache):
             step.observer = self.watch
         if not in_prompt:
             self.prepare(step)
+        if self.reads_itself:
+            step.reader = partial(self.read, step)
         step.placements = [None] * len(self.layers)  # type: ignore[list-item]
         for slots, layers in self.groups:
             place = slots.place(step, self._device)
@@ -352,6 +354,23 @@ class PolicyCache(Cache, SteppedCache):
     ) -> Any:
         """What to keep of a layer's queries until the step counts; changes nothing."""
         return query
+
+    @property
+    def reads_itself(self) -> bool:
+        """Whether the forward that begins calls ``read`` in place of attention."""
+        return False
+
+    def read(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,  # [B, H, Q, D]
+        key: Tensor,  # [B, Hkv, T, D]
+        value: Tensor,  # [B, Hkv, T, D]
+        scaling: float,
+    ) -> Tensor:  # [B, H, Q, D]
+        """Attention of a layer, where a policy lets the query decide what it reads."""
+        raise NotImplementedError
 
     def watched(self, step: Step) -> None:
         """A step that was watched has been committed: ``step.observations``, layer by layer."""

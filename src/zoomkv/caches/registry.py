@@ -21,6 +21,7 @@ POLICIES: dict[str, str] = {
     "r_kv": "zoomkv.caches.r_kv:RKVCache",
     "random": "zoomkv.caches.random_rows:RandomCache",
     "rpc": "zoomkv.caches.rpc:RPCCache",
+    "sekv": "zoomkv.caches.sekv:SeKVCache",
     "semanticache": "zoomkv.caches.semanticache:SemantiCache",
     "sentence_kv": "zoomkv.caches.sentence_kv:SentenceKVCache",
     "snapkv": "zoomkv.caches.snapkv:SnapKVCache",

@@ -31,6 +31,7 @@ class DoubleBuffer:
         self.sets: list[StreamedSet] = []
         self._buffers: list[DeviceRows] = []
         self._loaded: dict[int, int] = {}  # layer that was prefetched: rows
+        self._ceiling: int | None = None
         self._stream: Any = None
 
     def acquire(self, layer: int, place: Placement, keys: Tensor, values: Tensor) -> DeviceRows:
@@ -58,6 +59,12 @@ class DoubleBuffer:
         for buffer in self._buffers:
             buffer.fit(length, slack)
 
+    def limit(self, ceiling: int | None) -> None:
+        """Bounds what slack may reach, now and when the buffers grow; None lifts the bound."""
+        self._ceiling = ceiling
+        if ceiling is not None:
+            self.fit(ceiling, 0)
+
     def clear(self) -> None:
         """Gives everything back."""
         self._forget()
@@ -70,7 +77,7 @@ class DoubleBuffer:
 
     def _load(self, layer: int, place: Placement) -> None:
         buffer = self._buffers[layer % 2]
-        buffer.reserve(place.length)
+        buffer.reserve(place.length, self._ceiling)
         host = self.sets[layer].host
         if host is not None:
             host.load(place.stored, *buffer.view(place.stored))
@@ -78,7 +85,7 @@ class DoubleBuffer:
     def _prefetch(self, layer: int, place: Placement) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        self._buffers[layer % 2].reserve(place.length)
+        self._buffers[layer % 2].reserve(place.length, self._ceiling)
         # Behind all that is queued: the layer before last may still read this buffer.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -265,7 +272,8 @@ class StreamedSet:
         self._window.fit(length, slack)
 
     def limit(self, ceiling: int | None) -> None:
-        """Nothing: two layers' rows are far below what all layers may take."""
+        """Bounds the slack of the double buffer."""
+        self._window.limit(ceiling)
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows."""

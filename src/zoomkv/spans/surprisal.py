@@ -98,6 +98,7 @@ def paper_spans(
     alpha: float | Tensor = 1.0,  # or [B]
     min_span: int = 16,
     max_span: int | None = 256,
+    sinks: int = SINKS,
 ) -> Spans:
     """Cuts at every token above mean + ``alpha`` standard deviations, and keeps it as an anchor.
 
@@ -112,6 +113,7 @@ def paper_spans(
         alpha: One for all rows or one for each; ``inf`` leaves the sinks alone as anchors.
         min_span: Tokens that are worth a span.
         max_span: Tokens of the longest span (the paper has no limit: None).
+        sinks: First tokens that are anchors whatever they say.
 
     Raises:
         ValueError: ``min_span`` below 1, or a ``max_span`` that even halves can't satisfy.
@@ -126,7 +128,7 @@ def paper_spans(
     mean = steps.sum(1) / length.double()
     deviation = ((steps * steps).sum(1) / length.double() - mean * mean).clamp(min=0).sqrt()
     limit = mean + deviation * alpha
-    anchor = ((steps > limit[:, None]) | (_columns(steps) < SINKS)) & exists
+    anchor = ((steps > limit[:, None]) | (_columns(steps) < sinks)) & exists
     # An anchor is a range of its own, with nothing left inside.
     opens = (anchor | F.pad(anchor[:, :-1], (1, 0))) & exists
     if max_span is not None:
@@ -146,6 +148,7 @@ def smallest_alpha(
     min_span: int = 16,
     max_span: int | None = 256,
     lowest: float = 1.0,
+    sinks: int = SINKS,
 ) -> Tensor:  # fp64 [B]
     """The least ``alpha`` of ``paper_spans`` with which a prompt takes no more than ``rows``.
 
@@ -159,6 +162,7 @@ def smallest_alpha(
         min_span: As for ``paper_spans``.
         max_span: As for ``paper_spans``.
         lowest: Where to begin.
+        sinks: As for ``paper_spans``.
 
     Returns:
         One for each row; ``inf`` also where even that takes too much (see ``Spans.rows``).
@@ -166,7 +170,7 @@ def smallest_alpha(
     best = torch.full_like(length, torch.inf, dtype=torch.float64)
     for number in range(_ALPHA_STEPS + 1):
         alpha = lowest + number * _ALPHA_STEP
-        taken = paper_spans(surprisal, length, alpha, min_span, max_span).rows(coarse)
+        taken = paper_spans(surprisal, length, alpha, min_span, max_span, sinks).rows(coarse)
         best = best.masked_fill((taken <= rows) & best.isinf(), alpha)
         if not best.isinf().any():
             break
@@ -179,6 +183,7 @@ def fine_spans(
     min_span: int = 12,
     max_span: int = 32,
     anchor_share: float = 0.015,
+    sinks: int = SINKS,
 ) -> Spans:
     """Cuts at the most surprising token that is ``min_span`` to ``max_span`` after the last cut.
 
@@ -195,6 +200,7 @@ def fine_spans(
         min_span: Tokens of the shortest range.
         max_span: Tokens of the longest range.
         anchor_share: Share of the tokens behind the sinks that are anchors, rounded down.
+        sinks: First tokens that are anchors whatever they say.
 
     Raises:
         ValueError: Bounds that are not 1 <= min <= max, or a share outside 0 to 1.
@@ -207,11 +213,11 @@ def fine_spans(
     exists, position = _exists(surprisal, length), _columns(surprisal)
     steps = _steps(surprisal)
 
-    body = steps.where(exists & (position >= SINKS), -1)
+    body = steps.where(exists & (position >= sinks), -1)
     order = body.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, position.expand_as(order))
-    wanted = ((length - SINKS).clamp(min=0).double() * anchor_share).floor()
-    anchor = ((rank < wanted[:, None]) | (position < SINKS)) & exists
+    wanted = ((length - sinks).clamp(min=0).double() * anchor_share).floor()
+    anchor = ((rank < wanted[:, None]) | (position < sinks)) & exists
 
     # Where the cut after one at t would be, for every t at once.
     allowed = steps.where(position <= length[:, None] - min_span, -1)
@@ -221,7 +227,7 @@ def fine_spans(
     # From the first cut, jumps of 1, 2, 4, ... cuts reach all of them; the last column is the end.
     jump = F.pad(following, (0, 1), value=columns)
     cut = torch.zeros_like(jump)
-    cut[:, min(SINKS, columns)] = 1
+    cut[:, min(sinks, columns)] = 1
     for _ in range((columns // min_span).bit_length()):
         cut = (cut + torch.zeros_like(cut).scatter_add_(1, jump, cut)).clamp(max=1)
         jump = jump.gather(1, jump)

@@ -1,0 +1,255 @@
+"""How a query finds the tokens of a context that it should read, layer by layer.
+
+A routing gives each query about what its logit with each token is; the budget takes the best.
+``sketch`` keeps a few 4-bit numbers of every key. The others are what it is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoomkv.caches.context_rows import ContextRows
+from zoomkv.modules.reader import Entries
+from zoomkv.modules.sketch import Codes, Projections, Sketch, encode, fit, image_of, logits
+
+
+@dataclass(slots=True)
+class View:
+    """What a routing may look at: a layer's context as it is now."""
+
+    span: Tensor
+    """The span of each token, -1 where it is in none, int64 ``[B, T]``."""
+    log_size: Tensor
+    """Tokens of each span, fp32 ``[B, S]``; -inf where there is none."""
+    entries: Entries | None
+    """Coarse keys and values."""
+    rows: ContextRows
+    """All rows, on the host."""
+
+
+class Routing:
+    """Base: one object for each layer."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def observe(self, moments: Tensor) -> None:  # [B, Hkv, D, D]
+        """Second moments of the queries that have read the prompt."""
+
+    def extend(self, keys: Tensor, start: Tensor, present: Tensor, first: Tensor) -> None:
+        """Tokens join the context.
+
+        Args:
+            keys: ``[B, Hkv, M, D]``.
+            start: Position of the first of them in each batch row ``[B]``.
+            present: Which there are, bool ``[B, M]``.
+            first: Batch rows that had no context until now, bool ``[B]``.
+        """
+
+    def scores(self, query: Tensor, view: View) -> Tensor:  # [B,Hkv,G,Q,D] -> [B,Hkv,G,Q,T]
+        """About the logits of scaled queries with each token."""
+        raise NotImplementedError
+
+    def bytes_per_token(self) -> float:
+        """Device bytes for each token and KV head."""
+        return 0.0
+
+    def fixed_bytes(self) -> int:
+        """Device bytes for each batch row and KV head, however many tokens there are."""
+        return 0
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the given batch rows."""
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """What lies on the device."""
+        yield from ()
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """What lies on the host."""
+        yield from ()
+
+
+class SketchRouting(Routing):
+    """Codes of all keys: under a trained sketch, or one that is fitted to each prompt.
+
+    Without training, keys are projected so that the prompt's own queries, asking for any of its
+    keys, would be misled least.
+    """
+
+    def __init__(self, layer: int, width: int, trained: Sketch | None) -> None:
+        super().__init__(layer)
+        self._width = width if trained is None else trained.width
+        self._trained = trained
+        self._moments: Tensor | None = None  # [B, Hkv, D, D], until the first keys come
+        self._own: Projections | None = None  # query [B, Hkv, D, W] on the device, key on the host
+        self._codes: Codes | None = None
+
+    def observe(self, moments: Tensor) -> None:
+        """See ``Routing``."""
+        if self._trained is None:
+            self._moments = moments if self._moments is None else self._moments + moments
+
+    def extend(self, keys: Tensor, start: Tensor, present: Tensor, first: Tensor) -> None:
+        """See ``Routing``."""
+        projection = self._key_projection(keys, present, first)
+        new = encode(keys, projection, present)
+        old = self._codes
+        if old is not None:
+            # Who has codes already goes on with their levels.
+            step = torch.where(first[:, None, None], new.step, old.step)
+            mean = torch.where(first[:, None, None], new.mean, old.mean)
+            new = encode(keys, projection, present, Codes(old.packed, step, mean))
+        packed = new.packed[..., :0] if old is None else old.packed
+        end = int((start + present.sum(1).to("cpu")).max())
+        packed = F.pad(packed, (0, max(end - packed.shape[3], 0)))
+        batch, column = present.nonzero(as_tuple=True)
+        position = start.to(packed.device)[batch] + column
+        packed[batch, :, :, position] = new.packed[batch, :, :, column]
+        self._codes = Codes(packed, new.step, new.mean)
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        assert self._codes is not None
+        if self._trained is not None:
+            projection = self._trained.of(self.layer).query[None].to(query.device)
+        else:
+            assert self._own is not None
+            projection = self._own.query[:, :, None]
+        image = image_of(query, projection)
+        return logits(query, image, self._codes, view.span.shape[1])
+
+    def bytes_per_token(self) -> float:
+        """See ``Routing``."""
+        return self._width / 2
+
+    def fixed_bytes(self) -> int:
+        """See ``Routing``."""
+        assert self._codes is not None
+        parts = [self._codes.step, self._codes.mean]
+        if self._own is not None:
+            parts.append(self._own.query)
+        return sum(x[0, 0].numel() * x.element_size() for x in parts)
+
+    def select(self, rows: Tensor) -> None:
+        """See ``Routing``."""
+        if self._moments is not None:
+            self._moments = self._moments[rows.to(self._moments.device)]
+        if self._codes is not None:
+            self._codes = self._codes.select(rows)
+        if self._own is not None:
+            query, key = self._own
+            self._own = Projections(query[rows.to(query.device)], key[rows])
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """See ``Routing``."""
+        if self._codes is not None:
+            yield from self._codes.tensors()
+        if self._own is not None:
+            yield self._own.query
+        if self._moments is not None:
+            yield self._moments
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``Routing``."""
+        if self._own is not None:
+            yield self._own.key
+
+    def _key_projection(self, keys: Tensor, present: Tensor, first: Tensor) -> Tensor:
+        if self._trained is not None:
+            return self._trained.of(self.layer).key.to(keys.device)
+        if self._moments is not None and bool(first.any()):
+            found = fit(_moments(keys, present), self._moments, self._width)
+            query, key = found.query.to(keys.dtype), found.key.to("cpu")
+            if self._own is not None:
+                query = query.where(first[:, None, None, None], self._own.query)
+                key = key.where(first.to("cpu")[:, None, None, None], self._own.key)
+            self._own = Projections(query, key)
+            if bool(first.all()) or not bool((~first).any()):
+                self._moments = None
+        assert self._own is not None
+        return self._own.key.to(keys.device)
+
+
+class MeanKeyRouting(Routing):
+    """A token's score is that of its span: the mean key's logit (training-free SeKV)."""
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        assert view.entries is not None
+        keys, _ = view.entries.plain()
+        score = query @ keys[:, :, None].mT + view.log_size[:, None, None, None]
+        return of_span(score, view)
+
+
+class RandomRouting(Routing):
+    """Scores that mean nothing, the same whenever they are asked for."""
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        generator = torch.Generator().manual_seed(self.layer)
+        shape = (view.span.shape[1], query.shape[1])
+        score = torch.rand(shape, generator=generator).T.to(query.device)
+        return score[None, :, None, None].expand(*query.shape[:-1], -1)
+
+
+class ClosedRouting(Routing):
+    """Nothing is fetched: what the coarse entries are worth alone."""
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        return query.new_full((*query.shape[:-1], view.span.shape[1]), -torch.inf)
+
+
+class OracleRouting(Routing):
+    """The true logits, from the host's keys: not a method, but what routing could reach."""
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        keys = view.rows.keys(view.span.shape[1])
+        return query @ keys.float()[:, :, None].mT
+
+
+class SpanOracleRouting(Routing):
+    """Spans by their true attention mass: what whole spans could reach."""
+
+    def scores(self, query: Tensor, view: View) -> Tensor:
+        """See ``Routing``."""
+        score = query @ view.rows.keys(view.span.shape[1]).float()[:, :, None].mT
+        inside = view.span[:, None, None, None].expand_as(score)
+        spans = view.log_size.shape[1]
+        top = score.amax(-1, keepdim=True)
+        mass = score.new_zeros(*score.shape[:-1], spans + 1)
+        mass.scatter_add_(-1, inside.where(inside >= 0, spans), (score - top).exp())
+        return of_span(mass[..., :spans].log() + top, view)
+
+
+def of_span(score: Tensor, view: View) -> Tensor:  # [B, Hkv, G, Q, S] -> [B, Hkv, G, Q, T]
+    """Gives each token the score of its span."""
+    span = view.span.clamp(min=0)[:, None, None, None].expand(*score.shape[:-1], -1)
+    # Where not all of a span fits, its first tokens are taken.
+    order = torch.arange(span.shape[-1], device=score.device) % 256
+    return score.gather(-1, span) - 1e-5 * order
+
+
+def _moments(keys: Tensor, present: Tensor) -> Tensor:  # [B, Hkv, D, D]
+    weight = present[:, None, :, None].float().to(keys.device)
+    keys = keys.float()
+    mean = (keys * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
+    centred = (keys - mean) * weight
+    return centred.mT @ centred
+
+
+TRAINING_FREE: dict[str, Callable[[int], Routing]] = {
+    "mean-key": MeanKeyRouting,
+    "random": RandomRouting,
+    "closed": ClosedRouting,
+    "oracle": OracleRouting,
+    "span-oracle": SpanOracleRouting,
+}
+"""Routings that keep nothing of their own."""

@@ -1,0 +1,706 @@
+"""``sekv``: a context at several resolutions, of which each query reads what it needs (2606.31145).
+
+A context is cut into spans where it surprises. The device keeps one coarse entry for each span and
+what routing needs; all rows lie on the host. In every step each KV head fetches the tokens that its
+queries would look at most, as far as the budget goes, and reads them beside the newest tokens. A
+span's coarse entry is read while none of its tokens is.
+
+Faithful to SeKV: spans by surprisal, surprisal-weighted coarse keys and values with ``+log|S|``,
+one softmax over all of it, anchors. Adapted: what is zoomed into are tokens, not spans, since at a
+tenth of the memory a few whole spans are all that fits; a token's routing key is its own, in 4-bit
+numbers (``modules/sketch.py``), since a span's mean key does not tell where a fact stands. What is
+generated joins the context as soon as the local window has overflowed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoomkv.backbone.protocol import Step
+from zoomkv.backbone.surprisal import surprisal
+from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer, bookkeeping
+from zoomkv.caches.budget import Budget, check_at_least
+from zoomkv.caches.codecs import check_precision
+from zoomkv.caches.context_rows import ContextRows, HeldRows
+from zoomkv.caches.retrieving import Residency
+from zoomkv.caches.routing import TRAINING_FREE, Routing, SketchRouting, View
+from zoomkv.caches.slots import Slots
+from zoomkv.caches.tiers import Traffic, make_row_codec
+from zoomkv.caches.working_sets import DoubleBuffer, ResidentSet, StreamedSet, WorkingSet
+from zoomkv.modules.reader import Entries, Part, combine
+from zoomkv.modules.sketch import Sketch, check_width
+from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, span_sums, span_weights
+
+_GROWTH = 256
+_INDEX_BYTES = 4  # of a fetched row
+_QUERIES = 32  # of a later prompt that read together: each has tokens of its own
+
+
+class SeKVLayer(PolicyLayer):
+    """One layer: exact rows (the working set), the context's rows, and what stands for them."""
+
+    def __init__(
+        self,
+        number: int,
+        slots: Slots,
+        working_set: WorkingSet,
+        routing: Routing,
+        precision: str,
+        traffic: Traffic,
+        make_routing: Any,
+    ) -> None:
+        super().__init__(number, slots, working_set)
+        self.routing = routing
+        self._make_routing = make_routing
+        self._precision = precision
+        self._traffic = traffic
+        self._forget()
+
+    def _forget(self) -> None:
+        self.context: ContextRows | None = None
+        self.held: HeldRows | None = None
+        self.entries: Entries | None = None
+        self.asked = self.fetched = torch.zeros(0, 0, dtype=torch.int64)  # [B, Hkv]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See ``PolicyLayer``."""
+        codec = make_row_codec(self._precision, key_states, value_states)
+        self.context = ContextRows(key_states, value_states, codec, self._traffic)
+        self.held = HeldRows(key_states, value_states)
+        self.asked = self.fetched = torch.zeros(key_states.shape[:2], dtype=torch.int64)
+        super().lazy_initialization(key_states, value_states)
+
+    def reset(self) -> None:
+        """See ``PolicyLayer``."""
+        super().reset()
+        self.routing = self._make_routing(self.number)
+        self._forget()
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyLayer``."""
+        super().select(rows)
+        self.routing.select(rows)
+        if self.context is not None and self.held is not None:
+            self.context.select(rows)
+            self.held.select(rows)
+            self.asked, self.fetched = self.asked[rows], self.fetched[rows]
+        if self.entries is not None:
+            self.entries = self.entries.select(rows)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyLayer``."""
+        yield from super().device_tensors()
+        yield from self.routing.device_tensors()
+        if self.held is not None:
+            yield from self.held.tensors()
+        if self.entries is not None:
+            yield from self.entries.tensors()
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyLayer``."""
+        yield from super().host_tensors()
+        yield from self.routing.host_tensors()
+        yield from (self.asked, self.fetched)
+        if self.context is not None:
+            yield from self.context.tensors()
+
+    def view(self, span: Tensor, log_size: Tensor) -> View:
+        """What routing may look at."""
+        assert self.context is not None
+        return View(span, log_size, self.entries, self.context)
+
+    def append(
+        self,
+        keys: Tensor,  # fp32 [B, Hkv, S', D]
+        values: Tensor,
+        first: Tensor,  # [B]
+        count: Tensor,  # [B]
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Adds coarse entries: ``count`` of each batch row, from its entry ``first`` on."""
+        old = keys[:, :, :0], values[:, :, :0]
+        if self.entries is not None:
+            old = self.entries.plain()
+        batch, entry = (torch.arange(keys.shape[2]) < count[:, None]).nonzero(as_tuple=True)
+        at = (first[batch] + entry).to(keys.device)
+        batch, entry = batch.to(keys.device), entry.to(keys.device)
+        total = int((first + count).max())
+
+        def grown(have: Tensor, new: Tensor) -> Tensor:
+            have = F.pad(have, (0, 0, 0, total - have.shape[2]))
+            have[batch, :, at] = new[batch, :, entry]
+            return have
+
+        self.entries = Entries.of(grown(old[0], keys), grown(old[1], values), dtype)
+
+    def merge(self, into: Tensor, mass: Tensor, merged: Tensor) -> None:  # [B,S], [B,S], [B,S']
+        """Joins coarse entries, each weighing as many tokens as it stands for."""
+        assert self.entries is not None
+        dtype = None if self.entries.key_scale is not None else self.entries.keys.dtype
+
+        def joined(x: Tensor) -> Tensor:
+            total = x.new_zeros(*x.shape[:2], merged.shape[1] + 1, x.shape[3])
+            index = into[:, None, :, None].expand_as(x)
+            total.scatter_add_(2, index, x * mass[:, None, :, None])
+            return total[:, :, :-1] / merged.clamp(min=1)[:, None, :, None]
+
+        keys, values = self.entries.plain()
+        self.entries = Entries.of(joined(keys), joined(values), dtype)
+
+    def read(
+        self,
+        query: Tensor,  # [B, H, Q, D]
+        local: Part,
+        scaling: float,
+        span: Tensor,  # [B, T]
+        log_size: Tensor,  # [B, S]
+        slots: Tensor,  # [B], tokens that each batch row may fetch
+    ) -> Tensor:  # [B, H, Q, D]
+        """Attention over exact rows, the tokens that the queries look at most, coarse entries."""
+        batch, heads, rows, width = query.shape
+        kv_heads = local.keys.shape[1]
+        scaled = (query.float() * scaling).view(batch, kv_heads, -1, rows, width)
+        exact = local.logits(scaled)
+        inside = (span >= 0)[:, None, None, None]  # [B, 1, 1, 1, T]
+        score = self.routing.scores(scaled, self.view(span, log_size))
+        score = score.masked_fill(~inside, -torch.inf)
+        # Of each head's whole attention, so that heads that look elsewhere don't decide.
+        total = torch.logaddexp(exact.logsumexp(-1), score.logsumexp(-1))
+        share = (score - total[..., None]).amax(2)  # [B, Hkv, Q, T]
+        most = min(int(slots.max()), share.shape[-1])
+        best, token = share.topk(most, dim=-1)
+        chosen = (best > -torch.inf) & (
+            torch.arange(most, device=best.device) < slots[:, None, None, None]
+        )
+        wanted = torch.zeros_like(share, dtype=torch.bool).scatter_(-1, token, chosen)
+        parts, logits = [local], [exact]
+        for part in self._zoomed(wanted, span, log_size):
+            parts.append(part)
+            logits.append(part.logits(scaled))
+        return combine(parts, logits).view(batch, heads, rows, width).to(query.dtype)
+
+    def _zoomed(self, wanted: Tensor, span: Tensor, log_size: Tensor) -> Iterator[Part]:
+        """The wanted tokens ``[B, Hkv, Q, T]``, and entries of spans without any of these."""
+        assert self.held is not None and self.context is not None
+        if wanted.shape[2] == 1:
+            fetched = self.held.hold(wanted[:, :, 0], self.context)
+            self.fetched = self.fetched + fetched.to("cpu")
+            self.asked = self.asked + wanted.sum((2, 3)).to("cpu")
+            position = self.held.position.long()
+            readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
+            keys, values = self.held.keys, self.held.values
+        else:
+            # Each query has tokens of its own: together they may be more than a step holds.
+            union = wanted.any(2)
+            count = union.sum(-1)
+            position = union.to(torch.uint8).topk(int(count.max()), dim=-1).indices
+            there = union.gather(-1, position)
+            batch, head, at = there.nonzero(as_tuple=True)
+            rows = self.context.take(batch, head, position[batch, head, at])
+            keys, values = (
+                like.new_zeros(*position.shape, like.shape[-1])
+                for like in (self.held.keys, self.held.values)
+            )
+            keys[batch, head, at], values[batch, head, at] = rows
+            readable = wanted.gather(-1, position[:, :, None].expand(-1, -1, wanted.shape[2], -1))
+            readable = readable & there[:, :, None]
+        yield Part(keys, values, readable[:, :, None])
+        if self.entries is not None:
+            spans = log_size.shape[1]
+            of = span.where(span >= 0, spans)[:, None].expand(-1, position.shape[1], -1)
+            of = of.gather(-1, position.clamp(min=0))[:, :, None].expand_as(readable)
+            opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
+            opened.scatter_(-1, of.where(readable, spans), True)
+            bias = log_size[:, None, None].masked_fill(opened[..., :spans], -torch.inf)
+            yield self.entries.part(bias[:, :, None])
+
+
+class SeKVCache(PolicyCache):
+    """Reads the newest tokens, the tokens that its queries look at most, and means of the rest.
+
+    The budget bounds everything on the device, what routes included. What can't be helped is
+    reported: ``overflow`` says by how many bytes the parts that must stay exceed it.
+
+    Args:
+        model: The causal LM that will use it.
+        budget: Rows, or a share of full KV.
+        router: A trained ``Sketch``; or ``sketch``, which fits one to each prompt without training;
+            or, to compare with, ``mean-key``, ``random``, ``closed`` and the oracles ``oracle`` and
+            ``span-oracle``, which look at the host.
+        width: Numbers that ``sketch`` keeps of a key.
+        window: Newest tokens that are always read.
+        slack: Tokens that are generated before those behind the window join the context.
+        min_span: Tokens of the shortest span.
+        max_span: Tokens of the longest.
+        anchor_share: Share of the tokens that surprise most and stay whole on the device.
+        coarse_share: Share of the budget that coarse entries may take; neighbouring spans are
+            merged until they do. 0: there are none.
+        coarse_precision: ``int8``, or ``auto``: that of the rows.
+        residency: ``resident``, or ``streamed``: exact rows are on the device only in their layer's
+            turn, also while a prompt is read.
+        host_precision: ``auto``, ``int8`` or ``nf4``.
+
+    Raises:
+        ValueError: An option out of range, or a router for another model.
+    """
+
+    name = "sekv"
+    _span: Tensor  # int64 [B, T], the span of each token of the context
+    _log_size: Tensor  # fp32 [B, S]
+    _covered: Tensor  # [B], tokens that have joined the context, and the first ones
+    _count: Tensor  # [B], spans
+    _measured: Tensor  # [B], tokens whose surprisal is known
+    _surprisal: Tensor  # fp32 [B, positions and slack]
+    overflow: Tensor  # [B], bytes by which what must stay exceeds the budget
+    _before: tuple[Tensor, Tensor] | None  # state [B, 1, hidden] and id [B, 1] of the last tokens
+    _pending: list[tuple[Tensor, Tensor, Tensor]]  # states, ids and real of decode steps since
+    _slots: Tensor  # [B]
+    _told: bool  # that the budget is exceeded
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: int | float = 0.1,
+        router: str | Sketch = "sketch",
+        width: int = 16,
+        window: int = 32,
+        slack: int = 32,
+        min_span: int = 12,
+        max_span: int = 32,
+        anchor_share: float = 0.0,
+        coarse_share: float = 0.15,
+        coarse_precision: str = "int8",
+        residency: str = "resident",
+        host_precision: str = "auto",
+    ) -> None:
+        shape = ModelShape.of(model)
+        check_precision(host_precision)
+        self._window = check_at_least("window", window, 1)
+        self._slack = check_at_least("slack", slack, 1)
+        self._budget = Budget.parse(budget, SINKS + window + slack + 1)
+        if coarse_precision not in ("int8", "auto"):
+            raise ValueError(f"coarse_precision={coarse_precision!r}: choose int8 or auto")
+        self._coarse_precision = coarse_precision
+        for option, share in (("coarse_share", coarse_share), ("anchor_share", anchor_share)):
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+                raise ValueError(f"{option}={share!r}: give a share from 0 to below 1")
+        self._coarse_share, self._anchor_share = coarse_share, anchor_share
+        if not 1 <= min_span <= max_span:
+            raise ValueError(f"min_span={min_span}, max_span={max_span}: give 1 <= min <= max")
+        self._spans = (min_span, max_span)
+        if slack < min_span:
+            raise ValueError(f"slack={slack}: give at least min_span={min_span}, a span's tokens")
+        if residency not in get_args(Residency):
+            raise ValueError(
+                f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
+            )
+        if isinstance(router, str) and router not in ("sketch", *TRAINING_FREE):
+            known = ", ".join(("sketch", *TRAINING_FREE))
+            raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
+        self._router = router
+        self.watches_prompt = router == "sketch"  # type: ignore[misc]
+        check_width(width, shape.head_dim)
+        self._width = width
+        self._head = _Head(model.get_output_embeddings())
+        traffic, slots, every = Traffic(), Slots(), range(shape.layers)
+        double = DoubleBuffer()
+        sets: list[WorkingSet] = [
+            StreamedSet(double, n, host_precision, traffic)
+            if residency == "streamed"
+            else ResidentSet()
+            for n in every
+        ]
+        layers = [
+            SeKVLayer(
+                number,
+                slots,
+                working_set,
+                self._routing(number),
+                host_precision,
+                traffic,
+                self._routing,
+            )
+            for number, working_set in enumerate(sets)
+        ]
+        super().__init__(shape, layers, traffic)
+
+    # -- turns and steps ------------------------------------------------------------------------
+
+    @property
+    def reads_itself(self) -> bool:
+        """See ``PolicyCache``: as soon as there is a context."""
+        return self._span.shape[1] > 0
+
+    def read(
+        self, step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """See ``PolicyCache``."""
+        mask = step.placements[layer].mask  # [B or 1, 1, Q, N]
+        slots = self._slots.to(query.device)
+        outputs = []
+        for first in range(0, query.shape[2], _QUERIES):
+            part = slice(first, first + _QUERIES)
+            local = Part(key, value, None if mask is None else mask[:, :, None, part])
+            outputs.append(
+                self.layers[layer].read(
+                    query[:, :, part], local, scaling, self._span, self._log_size, slots
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def readable(self, layer: int) -> Tensor:
+        """See ``PolicyCache``: exact rows, and what was fetched last."""
+        total = int(self._lengths.max()) if len(self._lengths) else 0
+        exact = self.slots.readable(total).expand(-1, self.shape.kv_heads, -1).clone()
+        held = self.layers[layer].held
+        if held is not None:
+            batch, head, slot = (held.position >= 0).nonzero(as_tuple=True)
+            exact[batch, head, held.position[batch, head, slot].long()] = True
+        return exact
+
+    def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        """See ``PolicyCache``: second moments of the queries ``[B, Hkv, D, D]``."""
+        query = query.float().unflatten(1, (self.shape.kv_heads, -1))
+        if step.real is not None:
+            query = query * step.real.to(query.device)[:, None, None, :, None]
+        query = query.flatten(2, 3)
+        return query.mT @ query
+
+    def watched(self, step: Step) -> None:
+        """See ``PolicyCache``."""
+        new = (self._covered == SINKS).to(self._device)[:, None, None, None]
+        for layer, moments in zip(self.layers, step.observations, strict=True):
+            layer.routing.observe(moments * new)
+
+    @bookkeeping
+    def commit(self, step: Step, hidden: Tensor) -> None:
+        """See ``SteppedCache``: notes how little each token was expected."""
+        real = torch.ones_like(step.ids, dtype=torch.bool) if step.real is None else step.real
+        self._pending.append((hidden.detach().clone(), step.ids.clone(), real))
+        if step.size > 1:
+            self._measure()
+        super().commit(step, hidden)
+
+    def prompt_started(self, first: bool) -> None:
+        """See ``PolicyCache``: until the prompt is read, nothing is bounded."""
+        self.slots.limit(None)
+        for layer in self.layers:
+            layer.working_set.limit(None)
+
+    def prompt_read(self, added: Tensor) -> None:
+        """See ``PolicyCache``."""
+        self._join(torch.ones_like(added, dtype=torch.bool))
+
+    def prepare(self, step: Step) -> None:
+        """See ``PolicyCache``: the window overflows."""
+        beyond = self._lengths - self._covered - self._window
+        due = beyond >= self._slack
+        if bool(due.any()):
+            self._measure()
+            with self.moving():
+                self._join(due)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """For each batch row and layer, by KV head, the tokens that its queries asked for one by
+        one since the start, and how many of these the device did not have."""
+        return [
+            {
+                "row": row,
+                "column": self._seen,
+                "layer": layer.number,
+                "asked": layer.asked[row].tolist(),
+                "fetched": layer.fetched[row].tolist(),
+            }
+            for row in range(len(self._lengths))
+            for layer in self.layers
+        ]
+
+    @property
+    def slots(self) -> Slots:
+        """Of the exact rows, which all layers and heads share."""
+        return self.groups[0][0]
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _routing(self, layer: int) -> Routing:
+        if isinstance(self._router, str) and self._router != "sketch":
+            return TRAINING_FREE[self._router](layer)
+        trained = None if isinstance(self._router, str) else self._router
+        return SketchRouting(layer, self._width, trained)
+
+    def _measure(self) -> None:
+        """Surprisals of the tokens whose states are pending."""
+        if not self._pending:
+            return
+        fresh = [hidden for hidden, _, _ in self._pending]
+        ids, real = (torch.cat([entry[i] for entry in self._pending], 1) for i in (1, 2))
+        self._pending = []
+        if self._before is None:
+            self._before = (fresh[0][:, :1], ids[:, :1])
+        known = (self._measured > 0)[:, None]
+        states = torch.cat([self._before[0], *fresh], 1)
+        ids = torch.cat([self._before[1], ids], 1)
+        real = torch.cat([known, real], 1)
+        nats = surprisal(self._head, states, ids, real).to("cpu")
+        column, row = torch.arange(ids.shape[1]), torch.arange(len(ids))
+        last = column.where(real, 0).amax(1)  # what comes before each row's next token
+        self._before = (
+            states[row.to(states.device), last.to(states.device)][:, None].clone(),
+            ids[row, last][:, None].clone(),
+        )
+        position = (self._measured - known[:, 0].long())[:, None] + real.cumsum(1) - 1
+        more = int(position.max()) + 1 - self._surprisal.shape[1]
+        if more > 0:
+            self._surprisal = F.pad(self._surprisal, (0, more + _GROWTH))
+        batch, at = (real & (column > 0)).nonzero(as_tuple=True)
+        self._surprisal[batch, position[batch, at]] = nats[batch, at]
+        self._measured = self._measured + real[:, 1:].sum(1)
+
+    def _join(self, due: Tensor) -> None:  # bool [B]
+        """What lies behind the window joins the context; its exact rows leave the device."""
+        start = self._covered
+        size = self._lengths - self._window - start
+        size = size.where(due & (size >= self._spans[0]), 0)  # less is no span
+        if bool((size > 0).any()):
+            column = torch.arange(int(size.max()))
+            present = column < size[:, None]
+            at = (start[:, None] + column).clamp(max=self._surprisal.shape[1] - 1)
+            nats = self._surprisal.gather(1, at).where(present, 0)
+            # A row to which nothing is added still wants a token to cut.
+            spans = fine_spans(nats, size.clamp(min=1), *self._spans, self._anchor_share, sinks=0)
+            before = self._count
+            self._map(spans, start, present)
+            self._extend(spans, nats, start, present, before)
+            self._covered = start + size
+            self._merge()
+            self._leave()
+        self._bound(due)
+
+    def _map(self, spans: Spans, start: Tensor, present: Tensor) -> None:
+        """Notes which span each new token is in."""
+        batch, column = (present & (spans.number >= 0)).nonzero(as_tuple=True)
+        number = spans.number[batch, column] + self._count[batch]
+        position = start[batch] + column
+        total = int((start + present.sum(1)).max())
+        span = F.pad(self._span, (0, total - self._span.shape[1]), value=-1)
+        span[batch.to(span.device), position.to(span.device)] = number.to(span.device)
+        self._span = span
+        count = spans.count.where(present.any(1), 0)
+        batch, entry = (torch.arange(spans.size.shape[1]) < count[:, None]).nonzero(as_tuple=True)
+        more = int((self._count + count).max()) - self._log_size.shape[1]
+        log_size = F.pad(self._log_size, (0, max(more, 0)), value=-torch.inf)
+        at = (batch.to(log_size.device), (self._count[batch] + entry).to(log_size.device))
+        log_size[at] = spans.size[batch, entry].float().log().to(log_size.device)
+        self._log_size = log_size
+        self._count = self._count + count
+
+    def _extend(
+        self, spans: Spans, nats: Tensor, start: Tensor, present: Tensor, before: Tensor
+    ) -> None:
+        """Every layer takes the new tokens from its working set; spans go on from ``before``."""
+        stored = self.slots.positions[:, 0, : self.slots.length].long()
+        valid = self.slots.valid()[:, 0]
+        slot_of = torch.zeros(len(stored), int(self._lengths.max()) + 1, dtype=torch.int64)
+        slot_of.scatter_(
+            1,
+            stored.where(valid, slot_of.shape[1] - 1),
+            torch.arange(stored.shape[1]).expand_as(stored),
+        )
+        batch, column = present.nonzero(as_tuple=True)
+        position = start[batch] + column
+        slot = slot_of[batch, position]
+        on = self._device if isinstance(self.layers[0].working_set, ResidentSet) else "cpu"
+        source = (batch.to(on), slice(None), slot.to(on))
+        device = self._device
+        weights = span_weights(nats, spans).to(device)
+        there = replace(spans, number=spans.number.to(device))
+        batch_there, column_there = batch.to(device), column.to(device)
+        present_there, count = present.to(device), spans.count.where(present.any(1), 0)
+        first = (start == SINKS).to(device) & present_there.any(1)
+        for layer in self.layers:
+            rows = layer.working_set.take(source)
+            for what, x in zip(("keys", "values"), rows, strict=True):
+                if not bool(x.isfinite().all()):
+                    raise ValueError(f"layer {layer.number}: {what} are not finite")
+            assert layer.context is not None
+            layer.context.put(batch, position, *rows)
+            keys, values = (
+                x.new_zeros(len(start), x.shape[1], present.shape[1], x.shape[2]) for x in rows
+            )
+            keys[batch_there, :, column_there], values[batch_there, :, column_there] = rows
+            layer.routing.extend(keys, start, present_there, first)
+            if self._coarse_share:
+                sums = (span_sums(x, weights, there) for x in (keys, values))
+                layer.append(*sums, before, count, self._coarse_dtype(keys))
+
+    def _merge(self) -> None:
+        """Neighbouring spans become one, until the entries take no more than their share."""
+        if not self._coarse_share:
+            return
+        allowed = self._entries_allowed()
+        while bool((over := (self._count - allowed).clamp(min=0)).any()):
+            # The first ones, two by two: what is old is coarse.
+            pairs = over.minimum(self._count // 2)
+            device = self._span.device
+            by = pairs.to(device)[:, None]
+            entry = torch.arange(self._log_size.shape[1], device=device)  # [S]
+            into = torch.where(entry < 2 * by, entry // 2, entry - by)  # [B, S]
+            self._count = self._count - pairs
+            mass = self._log_size.exp()
+            merged = mass.new_zeros(len(mass), int(self._count.max()) + 1)
+            into = into.clamp(max=merged.shape[1] - 1)
+            merged = merged.scatter_add_(1, into, mass)[:, :-1]
+            for layer in self.layers:
+                layer.merge(into, mass, merged)
+            moved = into.gather(1, self._span.clamp(min=0))
+            self._span = moved.where(self._span >= 0, -1)
+            self._log_size = merged.log()
+
+    def _entries_allowed(self) -> Tensor:  # [B]
+        """How many coarse entries each batch row may have; a row's own affair, like its budget."""
+        most = -(-self._covered // self._spans[0])
+        if not self._coarse_share:
+            return most
+        rows = self._budget.rows(self._lengths).double() * self._coarse_share
+        allowed = (rows * self._row_bytes() / self._entry_bytes()).long().clamp(min=1)
+        return allowed.minimum(most)
+
+    def _entry_bytes(self) -> int:
+        """Of one coarse entry of one KV head."""
+        if self._coarse_precision == "auto":
+            return self._row_bytes()
+        return 2 * (self.shape.head_dim + 4)
+
+    def _leave(self) -> None:
+        """Rows that have joined and are in a span leave the working sets."""
+        positions = self.slots.positions[..., : self.slots.length].long()  # [B, 1, N]
+        span = F.pad(self._span.to("cpu"), (0, 1), value=-1)  # [B, T + 1]
+        at = positions[:, 0].clamp(max=span.shape[1] - 1)
+        keep = span.gather(1, at)[:, None] < 0
+        moves = self.slots.change(keep)
+        on = self._device if isinstance(self.layers[0].working_set, ResidentSet) else "cpu"
+        there = moves.on(torch.device(on))
+        for layer in self.layers:
+            layer.working_set.move(there.source, there.target)
+            layer.working_set.fit(moves.length)
+
+    def _bound(self, due: Tensor) -> None:  # bool [B]
+        """How many tokens each batch row may fetch, once all else has its place."""
+        rows = self._budget.rows(self._lengths)
+        unit, everywhere = self._row_bytes(), self.shape.layers * self.shape.kv_heads
+        layer, inside = self.layers[0], (self._span >= 0).sum(1).to("cpu")
+        exact = self._covered - inside + self._window + self._slack
+        streamed = isinstance(layer.working_set, StreamedSet)
+        of_rows = 2 * self.shape.kv_heads if streamed else everywhere
+        fixed = exact * unit * of_rows + self._state_bytes() * (self._slack + 1)
+        if self._span.shape[1]:
+            per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
+            if self._coarse_share:
+                per_head = per_head + self._entries_allowed() * self._entry_bytes()
+            fixed = fixed + per_head * everywhere + 8 * self._covered
+            fixed = fixed + 4 * self._entries_allowed()  # their sizes
+        room = rows.double() * unit * everywhere - fixed
+        self.overflow = torch.where(due, (-room).clamp(min=0).long(), self.overflow)
+        slots = (room / ((unit + _INDEX_BYTES) * everywhere)).floor().long().clamp(min=0)
+        self._slots = torch.where(due, slots.minimum(inside), self._slots)
+        if self._span.shape[1] and bool((self.overflow > 0).any()) and not self._told:
+            self._told = True
+            warnings.warn(
+                f"sekv: what must stay on the device exceeds the budget by "
+                f"{int(self.overflow.max())} bytes",
+                stacklevel=2,
+            )
+        ceiling = max(int(exact.max()), self.slots.length)
+        self.slots.limit(ceiling)
+        for layer in self.layers:
+            layer.working_set.limit(ceiling)
+            if layer.held is not None:
+                layer.held.resize(self._slots)
+
+    def _row_bytes(self) -> int:
+        """Of K and V of one token of one KV head."""
+        held = self.layers[0].held
+        if held is None:
+            return 1
+        return sum(x.shape[3] * x.element_size() for x in (held.keys, held.values))
+
+    def _state_bytes(self) -> int:
+        return (
+            0
+            if self._before is None
+            else self._before[0][0].numel() * self._before[0].element_size()
+        )
+
+    def _coarse_dtype(self, keys: Tensor) -> torch.dtype | None:
+        return None if self._coarse_precision == "int8" else keys.dtype
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def select(self, rows: Tensor) -> None:
+        """See ``PolicyCache``."""
+        super().select(rows)
+        for name in ("_span", "_log_size"):
+            tensor = getattr(self, name)
+            setattr(self, name, tensor[rows.to(tensor.device)])
+        for name in ("_covered", "_count", "_measured", "_surprisal", "_slots", "overflow"):
+            setattr(self, name, getattr(self, name)[rows])
+        if self._before is not None:
+            states, ids = self._before
+            self._before = (states[rows.to(states.device)], ids[rows])
+        self._pending = [(h[rows.to(h.device)], i[rows], r[rows]) for h, i, r in self._pending]
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().device_tensors()
+        yield from (self._span, self._log_size)
+        if self._before is not None:
+            yield self._before[0]
+        yield from (states for states, _, _ in self._pending)
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """See ``PolicyCache``."""
+        yield from super().host_tensors()
+        yield from (self._covered, self._count, self._measured, self._surprisal, self._slots)
+        yield self.overflow
+        if self._before is not None:
+            yield self._before[1]
+        for _, ids, real in self._pending:
+            yield from (ids, real)
+
+    def _start(self, batch: int, device: torch.device) -> None:
+        super()._start(batch, device)
+        self._span = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        self._log_size = torch.zeros(batch, 0, device=device)
+        self._covered = torch.full((batch,), SINKS)
+        self._count, self._measured, self._slots, self.overflow = (
+            torch.zeros(batch, dtype=torch.int64) for _ in range(4)
+        )
+        self._surprisal = torch.zeros(batch, 0)
+        self._before = None
+        self._pending = []
+        self._told = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Of the model, not of a sequence: shared.
+        memo[id(self._head)] = self._head
+        memo[id(self._router)] = self._router
+        return super().__deepcopy__(memo)
+
+
+class _Head:
+    """A model's output head, which surprisals are read from."""
+
+    def __init__(self, head: Any) -> None:
+        self._module = head
+
+    def get_output_embeddings(self) -> Any:
+        """As of a model."""
+        return self._module

@@ -1,0 +1,201 @@
+"""Keys as a few 4-bit numbers: enough to tell which of them a query would look at.
+
+SeKV (arXiv 2606.31145, section 3.3) routes by one projected mean key a span. A mean has forgotten
+the one token that matters; here every token keeps its own projection, so narrow and so coarse that
+it takes a thirtieth of its key and value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LEVELS = 16
+_REACH = 5.0  # standard deviations that the levels cover: keys have heavy tails
+_SHRINKAGE = 0.01  # towards equal moments in all directions: a short prompt leaves many unseen
+
+
+class Projections(NamedTuple):
+    """Two linear maps whose images have about the dot product that queries and keys have."""
+
+    query: Tensor
+    """``[..., D, W]``"""
+    key: Tensor
+    """``[..., D, W]``"""
+
+
+@dataclass(slots=True)
+class Codes:
+    """Sketches of some keys, and what it takes to read them.
+
+    Two numbers share a byte; tokens come last, so that a product with all of them reads memory in
+    order. Later keys join with the levels of the first ones.
+    """
+
+    packed: Tensor
+    """uint8 ``[B, Hkv, W / 2, T]``: number i in the low half, i + W / 2 in the high one."""
+    step: Tensor
+    """Distance of two levels, fp32 ``[B, Hkv, W]``."""
+    mean: Tensor
+    """What was taken off the keys, fp32 ``[B, Hkv, D]``."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is stored."""
+        return self.packed, self.step, self.mean
+
+    def select(self, rows: Tensor) -> Codes:
+        """The given batch rows."""
+        rows = rows.to(self.packed.device)
+        return Codes(self.packed[rows], self.step[rows], self.mean[rows])
+
+
+class Sketch(nn.Module):
+    """Trained projections of every layer: for each query head one, for each KV head one.
+
+    Args:
+        layers: Of the model.
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Width of a key.
+        width: Numbers that are kept of a key; even.
+
+    Raises:
+        ValueError: An odd width, one above ``head_dim``, or heads that don't form groups.
+    """
+
+    def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, width: int) -> None:
+        super().__init__()
+        check_width(width, head_dim)
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads don't share {kv_heads} KV heads evenly")
+        self.query = nn.Parameter(torch.zeros(layers, heads, head_dim, width))
+        self.key = nn.Parameter(torch.zeros(layers, kv_heads, head_dim, width))
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a key."""
+        return self.key.shape[-1]
+
+    def of(self, layer: int) -> Projections:
+        """A layer's maps: query ``[Hkv, G, D, W]`` and key ``[Hkv, D, W]``."""
+        key = self.key[layer]
+        return Projections(self.query[layer].unflatten(0, (key.shape[0], -1)), key)
+
+    @torch.no_grad()
+    def start(self, layer: int, key_moments: Tensor, query_moments: Tensor) -> None:
+        """Sets a layer's maps to what ``fit`` finds; moments are ``[Hkv, D, D]``."""
+        found = fit(key_moments, query_moments, self.width)
+        self.key[layer].copy_(found.key)
+        self.query[layer].unflatten(0, (len(found.query), -1)).copy_(found.query[:, None])
+
+
+def check_width(width: int, head_dim: int) -> int:
+    """Returns the width of a sketch.
+
+    Raises:
+        ValueError: It is odd, below 2 or above ``head_dim``.
+    """
+    if isinstance(width, bool) or not isinstance(width, int) or width % 2 or width < 2:
+        raise ValueError(f"width={width!r}: give an even number of at least 2, two share a byte")
+    if width > head_dim:
+        raise ValueError(f"width={width}: the model's keys have only {head_dim} numbers")
+    return width
+
+
+@torch.no_grad()
+def fit(key_moments: Tensor, query_moments: Tensor, width: int) -> Projections:
+    """The maps of least expected squared error of q.k, for given second moments of q and k.
+
+    Args:
+        key_moments: Of the keys about their mean, fp32 ``[..., D, D]``; any scale.
+        query_moments: Of the queries that will ask, ``[..., D, D]``; any scale.
+        width: Numbers to keep, W.
+
+    Returns:
+        ``query`` and ``key``, ``[..., D, W]``. The images of the keys have about equal variance.
+    """
+    with torch.autocast(key_moments.device.type, enabled=False):
+        k, k_inverse = _roots(key_moments.float())
+        q, q_inverse = _roots(query_moments.float())
+        u, sigma, vh = torch.linalg.svd(q @ k)
+        query = q_inverse @ u[..., :width] * sigma[..., None, :width]
+        return Projections(query, k_inverse @ vh.mT[..., :width])
+
+
+@torch.no_grad()
+def encode(
+    keys: Tensor,  # [B, Hkv, T, D]
+    projection: Tensor,  # [Hkv, D, W] or [B, Hkv, D, W]
+    present: Tensor,  # bool [B, T]
+    like: Codes | None = None,
+) -> Codes:
+    """Sketches of keys.
+
+    Args:
+        keys: After RoPE.
+        projection: Of the keys.
+        present: Which tokens there are; the others' codes mean nothing.
+        like: Earlier codes whose mean and levels to use; by default those of these keys.
+
+    Returns:
+        The codes of these keys alone.
+    """
+    with torch.autocast(keys.device.type, enabled=False):
+        keys = keys.float()
+        weight = present.float()[:, None, :, None]  # [B, 1, T, 1]
+        count = weight.sum(2).clamp(min=1)
+        mean = (keys * weight).sum(2) / count if like is None else like.mean
+        image = (keys - mean[:, :, None]) @ projection.float()  # [B, Hkv, T, W]
+        if like is None:
+            deviation = ((image.square() * weight).sum(2) / count).sqrt()
+            step = deviation.clamp(min=1e-12) * (2 * _REACH / LEVELS)
+        else:
+            step = like.step
+        level = (image / step[:, :, None]).floor() + LEVELS // 2
+        level = level.clamp(0, LEVELS - 1).to(torch.uint8).mT
+        low, high = level.chunk(2, dim=2)
+        return Codes(low | (high << 4), step, mean)
+
+
+def image_of(query: Tensor, projection: Tensor) -> Tensor:
+    """Queries ``[B, Hkv, G, Q, D]`` as the codes see them, fp32 ``[B, Hkv, G, Q, W]``.
+
+    Args:
+        query: Scaled.
+        projection: Of the queries, ``[B or 1, Hkv, G or 1, D, W]``.
+    """
+    return query.float() @ projection.float()
+
+
+def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
+    """About what the products of queries with keys are.
+
+    Args:
+        query: Scaled queries ``[B, Hkv, G, Q, D]``.
+        image: The same as the codes see them ``[B, Hkv, G, Q, W]``.
+        codes: Of the keys.
+        length: Tokens to look at.
+
+    Returns:
+        fp32 ``[B, Hkv, G, Q, length]``.
+    """
+    batch, heads, group, rows, width = image.shape
+    image = (image * codes.step[:, :, None, None]).reshape(batch, heads, group * rows, width)
+    constant = query.float().reshape(batch, heads, group * rows, -1) @ codes.mean[..., None]
+    constant = constant - image.sum(-1, keepdim=True) * ((LEVELS - 1) / 2)
+    packed = codes.packed[..., :length]
+    low, high = image.split(width // 2, dim=-1)
+    out = low @ (packed & (LEVELS - 1)).to(image.dtype)
+    out += high @ (packed >> 4).to(image.dtype)
+    return (out + constant).view(batch, heads, group, rows, length)
+
+
+def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [..., D, D]
+    """Symmetric root and its inverse."""
+    values, vectors = torch.linalg.eigh(moments)
+    mean = values.mean(-1, keepdim=True).clamp(min=1e-30)
+    root = (values.clamp(min=0) + _SHRINKAGE * mean).sqrt()[..., None, :]
+    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
