@@ -61,7 +61,7 @@ def read_context(
     model: Any,
     ids: Tensor,  # [B, T]
     real: Tensor | None = None,  # bool [B, T]
-    surprisal_chunk: int = 256,
+    surprisal_chunk: int | None = 256,
 ) -> Context:
     """Reads texts in one forward, each as if it were alone.
 
@@ -69,7 +69,7 @@ def read_context(
         model: A causal LM of a supported family, plain or wrapped by PEFT, attached or not.
         ids: The tokens, on the model's device.
         real: False for padding, wherever it stands; positions count real tokens only.
-        surprisal_chunk: Tokens whose logits are held together.
+        surprisal_chunk: Tokens whose logits are held together; None: zeros for surprisals.
 
     Raises:
         ValueError: A row without a token, or as ``replaced_attention`` and ``surprisal``.
@@ -89,7 +89,10 @@ def read_context(
         return grouped_attention(query, key, value, scale=scaling, causal=True)
 
     hidden = continue_with(model, ids, torch.zeros_like(length), attend)
-    nats = surprisal(model, hidden, ids, exists, surprisal_chunk)
+    if surprisal_chunk is None:
+        nats = hidden.new_zeros(ids.shape, dtype=torch.float32)
+    else:
+        nats = surprisal(model, hidden, ids, exists, surprisal_chunk)
     return Context(keys, values, nats, length)
 
 

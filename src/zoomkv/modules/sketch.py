@@ -52,6 +52,17 @@ class Codes:
         return Codes(self.packed[rows], self.step[rows], self.mean[rows])
 
 
+@dataclass(frozen=True)
+class SketchShape:
+    """What a sketch was made for."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+
+
 class Sketch(nn.Module):
     """Trained projections of every layer: for each query head one, for each KV head one.
 
@@ -71,6 +82,7 @@ class Sketch(nn.Module):
         check_width(width, head_dim)
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads don't share {kv_heads} KV heads evenly")
+        self.shape = SketchShape(layers, heads, kv_heads, head_dim, width)
         self.query = nn.Parameter(torch.zeros(layers, heads, head_dim, width))
         self.key = nn.Parameter(torch.zeros(layers, kv_heads, head_dim, width))
 
@@ -90,6 +102,24 @@ class Sketch(nn.Module):
         found = fit(key_moments, query_moments, self.width)
         self.key[layer].copy_(found.key)
         self.query[layer].unflatten(0, (len(found.query), -1)).copy_(found.query[:, None])
+
+    def estimate(
+        self,
+        layer: int,
+        query: Tensor,  # [B, Hkv, G, Q, D]
+        keys: Tensor,  # [B, Hkv, T, D]
+        present: Tensor,  # bool [B, T]
+    ) -> Tensor:  # fp32 [B, Hkv, G, Q, T]
+        """What ``logits`` gives for codes of these keys, up to one number for each query.
+
+        Rounding to levels passes gradients on as if it were not there.
+        """
+        maps = self.of(layer)
+        with torch.autocast(keys.device.type, enabled=False):
+            image, step, _ = _image(keys.float(), maps.key.float(), present)
+            level = _level(image.detach(), step) - (LEVELS - 1) / 2
+            rounded = image + (level * step[:, :, None] - image.detach())
+            return image_of(query, maps.query[None]) @ rounded[:, :, None].mT
 
 
 def check_width(width: int, head_dim: int) -> int:
@@ -144,19 +174,8 @@ def encode(
         The codes of these keys alone.
     """
     with torch.autocast(keys.device.type, enabled=False):
-        keys = keys.float()
-        weight = present.float()[:, None, :, None]  # [B, 1, T, 1]
-        count = weight.sum(2).clamp(min=1)
-        mean = (keys * weight).sum(2) / count if like is None else like.mean
-        image = (keys - mean[:, :, None]) @ projection.float()  # [B, Hkv, T, W]
-        if like is None:
-            deviation = ((image.square() * weight).sum(2) / count).sqrt()
-            step = deviation.clamp(min=1e-12) * (2 * _REACH / LEVELS)
-        else:
-            step = like.step
-        level = (image / step[:, :, None]).floor() + LEVELS // 2
-        level = level.clamp(0, LEVELS - 1).to(torch.uint8).mT
-        low, high = level.chunk(2, dim=2)
+        image, step, mean = _image(keys.float(), projection.float(), present, like)
+        low, high = _level(image, step).to(torch.uint8).mT.chunk(2, dim=2)
         return Codes(low | (high << 4), step, mean)
 
 
@@ -191,6 +210,24 @@ def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
     out = low @ (packed & (LEVELS - 1)).to(image.dtype)
     out += high @ (packed >> 4).to(image.dtype)
     return (out + constant).view(batch, heads, group, rows, length)
+
+
+def _image(
+    keys: Tensor, projection: Tensor, present: Tensor, like: Codes | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images of keys about their mean, the distance of their levels, the mean."""
+    weight = present.float()[:, None, :, None]  # [B, 1, T, 1]
+    count = weight.sum(2).clamp(min=1)
+    mean = (keys * weight).sum(2) / count if like is None else like.mean
+    image = (keys - mean[:, :, None]) @ projection  # [B, Hkv, T, W]
+    if like is not None:
+        return image, like.step, mean
+    deviation = ((image.detach().square() * weight).sum(2) / count).sqrt()
+    return image, deviation.clamp(min=1e-12) * (2 * _REACH / LEVELS), mean
+
+
+def _level(image: Tensor, step: Tensor) -> Tensor:
+    return ((image / step[:, :, None]).floor() + LEVELS // 2).clamp(0, LEVELS - 1)
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [..., D, D]
