@@ -22,7 +22,7 @@ from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
 from zoomkv.backbone.load import QUANTISED, Precision, load_base
 from zoomkv.caches.base import Footprint, PolicyCache
 from zoomkv.caches.registry import make_cache
-from zoomkv.export.artifact import ADAPTER, is_artifact, read_artifact
+from zoomkv.export.artifact import ADAPTER, is_artifact, read_artifact, read_router
 from zoomkv.spans.thoughts import SUMMARY_INSTRUCTION, Delimiters
 
 _SAMPLED_EVERY = 8  # decode steps between two readings of the footprint
@@ -66,6 +66,9 @@ def load(
     model, tokenizer = load_base(base or artifact.base, precision, device, attention)
     if difference := describe_mismatch(artifact.fingerprint, fingerprint(model)):
         raise ValueError(f"checkpoint {path}: trained on another base: {difference}")
+    if artifact.router:
+        attach(model, tokenizer, read_router(path, artifact).to(model.device))
+        return model.eval(), tokenizer
     model = load_adapter(model, tokenizer, Path(path) / ADAPTER)
     if add_to_tokenizer(tokenizer) != list(artifact.delimiters.values()):
         raise ValueError(f"checkpoint {path}: this tokenizer gives its delimiters other ids")

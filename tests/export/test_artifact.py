@@ -156,8 +156,8 @@ def listing(folder):
 
 
 def fail_while_writing(folder):
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     raise OSError(28, "No space left on device")
 
 
@@ -184,7 +184,7 @@ def test_a_rename_that_fails_puts_the_old_artifact_back(exported, monkeypatch, f
     monkeypatch.setattr(Path, "rename", sometimes)
     with pytest.raises(OSError, match="No space left"):
         write_artifact(folder, read_artifact(folder), lambda to: shutil.copytree(
-            folder / "adapter", to))  # fmt: skip
+            folder / "adapter", to / "adapter"))  # fmt: skip
     assert listing(folder) == before and sorted(folder.parent.iterdir()) == beside
 
 
@@ -204,7 +204,7 @@ def test_the_library_that_writes_weights_says_oserror_too(base, tmp_path, monkey
 def test_replacing_an_artifact_leaves_no_litter(exported):
     folder, _ = exported
     new = Artifact(**{**read_artifact(folder).__dict__, "figures": {"x": 1}})
-    write_artifact(folder, new, lambda to: shutil.copytree(folder / "adapter", to))
+    write_artifact(folder, new, lambda to: shutil.copytree(folder / "adapter", to / "adapter"))
     assert read_artifact(folder).figures == {"x": 1}
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
@@ -215,7 +215,7 @@ def test_a_folder_of_something_else_is_left_alone(exported, tmp_path):
     other.mkdir()
 
     def save(to):
-        shutil.copytree(folder / "adapter", to)
+        shutil.copytree(folder / "adapter", to / "adapter")
 
     (other / "chapter1.tex").write_text("years of work")
     with pytest.raises(ValueError, match="is no checkpoint of ours"):

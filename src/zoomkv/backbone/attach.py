@@ -22,6 +22,7 @@ from zoomkv.ops.attention import grouped_attention
 _PREFIX = "zoomkv_"
 _MARK = "_zoomkv_handles"
 _TOKENIZER = "_zoomkv_tokenizer"
+_ROUTER = "_zoomkv_router"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -46,7 +47,7 @@ class Attachment:
             detach(self.model)
 
 
-def attach(model: Any, tokenizer: Any = None) -> Attachment:
+def attach(model: Any, tokenizer: Any = None, router: Any = None) -> Attachment:
     """Makes a causal language model accept the caches of this package.
 
     Idempotent: attaching an attached model does nothing, nor does leaving its ``with`` block.
@@ -54,6 +55,7 @@ def attach(model: Any, tokenizer: Any = None) -> Attachment:
     Args:
         model: A transformers causal LM of a supported family, plain or wrapped by PEFT.
         tokenizer: Remembered for caches that look for sentence ends or summaries.
+        router: Trained for this model; remembered for caches that route by it.
 
     Returns:
         A context manager that undoes the attachment; it need not be used as one.
@@ -64,6 +66,8 @@ def attach(model: Any, tokenizer: Any = None) -> Attachment:
     decoder = model.get_decoder()
     if tokenizer is not None:
         setattr(decoder, _TOKENIZER, tokenizer)
+    if router is not None:
+        decoder.__dict__[_ROUTER] = router  # not as a part of the model
     if hasattr(decoder, _MARK):
         return Attachment(model, fresh=False)
     config = decoder.config
@@ -94,6 +98,7 @@ def detach(model: Any) -> None:
     delattr(decoder, _MARK)
     if hasattr(decoder, _TOKENIZER):
         delattr(decoder, _TOKENIZER)
+    decoder.__dict__.pop(_ROUTER, None)
     config = decoder.config
     config._attn_implementation = config._attn_implementation.removeprefix(_PREFIX)
 
@@ -101,6 +106,11 @@ def detach(model: Any) -> None:
 def is_attached(model: Any) -> bool:
     """Whether ``attach`` is in force."""
     return hasattr(model.get_decoder(), _MARK)
+
+
+def attached_router(model: Any) -> Any:
+    """The router that the model was attached with, or None."""
+    return model.get_decoder().__dict__.get(_ROUTER)
 
 
 def attached_tokenizer(model: Any) -> Any:

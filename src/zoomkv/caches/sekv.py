@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoomkv.backbone.attach import attached_router
 from zoomkv.backbone.protocol import Step
 from zoomkv.backbone.surprisal import surprisal
 from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer, bookkeeping
@@ -231,9 +232,10 @@ class SeKVCache(PolicyCache):
     Args:
         model: The causal LM that will use it.
         budget: Rows, or a share of full KV.
-        router: A trained ``Sketch``; or ``sketch``, which fits one to each prompt without training;
-            or, to compare with, ``mean-key``, ``random``, ``closed`` and the oracles ``oracle`` and
-            ``span-oracle``, which look at the host.
+        router: A trained ``Sketch``, by default the one that the model was loaded with; or
+            ``sketch``, which fits one to each prompt without training; or, to compare with,
+            ``mean-key``, ``random``, ``closed`` and the oracles ``oracle`` and ``span-oracle``,
+            which look at the host.
         width: Numbers that ``sketch`` keeps of a key.
         window: Newest tokens that are always read.
         slack: Tokens that are generated before those behind the window join the context.
@@ -269,7 +271,7 @@ class SeKVCache(PolicyCache):
         model: Any,
         *,
         budget: int | float = 0.1,
-        router: str | Sketch = "sketch",
+        router: str | Sketch | None = None,
         width: int = 16,
         window: int = 32,
         slack: int = 32,
@@ -302,10 +304,14 @@ class SeKVCache(PolicyCache):
             raise ValueError(
                 f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
             )
-        if isinstance(router, str) and router not in ("sketch", *TRAINING_FREE):
+        if router is None:
+            router = attached_router(model) or "sketch"
+        if isinstance(router, Sketch):
+            check_fits(router.shape, shape)
+        elif router not in ("sketch", *TRAINING_FREE):
             known = ", ".join(("sketch", *TRAINING_FREE))
             raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
-        self._router = router
+        self._router: str | Sketch = router
         self.watches_prompt = router == "sketch"  # type: ignore[misc]
         check_width(width, shape.head_dim)
         self._width = width
@@ -693,6 +699,18 @@ class SeKVCache(PolicyCache):
         memo[id(self._head)] = self._head
         memo[id(self._router)] = self._router
         return super().__deepcopy__(memo)
+
+
+def check_fits(of_router: Any, of_model: ModelShape) -> None:
+    """Checks that a router was made for heads like a model's.
+
+    Raises:
+        ValueError: It was not; says where they differ.
+    """
+    for name in ("layers", "heads", "kv_heads", "head_dim"):
+        made, has = getattr(of_router, name), getattr(of_model, name)
+        if made != has:
+            raise ValueError(f"router: made for {name}={made}, this model has {has}")
 
 
 class _Head:

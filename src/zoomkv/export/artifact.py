@@ -3,7 +3,8 @@
 ::
 
     NAME/zoomkv.json    what it is: method, base and its fingerprint, policy, delimiters, figures
-    NAME/adapter/       PEFT adapter with the delimiters' embedding rows (safetensors)
+    NAME/adapter/       PEFT adapter with the delimiters' embedding rows (safetensors), or
+    NAME/router.safetensors    a router of ``sekv``
     NAME/README.md      a model card
 """
 
@@ -18,11 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
+from torch import nn
+
 from zoomkv.backbone.adapter import ADAPTER_FILES
+from zoomkv.modules.sketch import Sketch
 
 FORMAT = 1
 MANIFEST = "zoomkv.json"
 ADAPTER = "adapter"
+ROUTER = "router.safetensors"
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,9 @@ class Artifact:
     fingerprint: dict[str, str | None]
     """Of the base that it was trained on."""
     delimiters: dict[str, int]
-    """The summary tokens and their ids, the opening one first."""
+    """The summary tokens and their ids, the opening one first; none if it has no adapter."""
+    router: dict[str, Any] = field(default_factory=dict)
+    """The form of a router, its shape, and what it was trained with; empty if it has none."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the policy, where they differ from its defaults."""
     training: dict[str, Any] = field(default_factory=dict)
@@ -77,29 +86,60 @@ def read_artifact(folder: str | os.PathLike[str]) -> Artifact:
     except TypeError as error:
         raise ValueError(f"checkpoint {path}: {error}; export it again") from error
     _check_kinds(artifact, path)
-    for name in ADAPTER_FILES:
-        if not (folder / ADAPTER / name).is_file():
-            raise ValueError(f"checkpoint {folder}: {ADAPTER}/{name} is missing; export it again")
+    files = [f"{ADAPTER}/{name}" for name in ADAPTER_FILES] if artifact.delimiters else []
+    for name in [*files, *([ROUTER] if artifact.router else [])]:
+        if not (folder / name).is_file():
+            raise ValueError(f"checkpoint {folder}: {name} is missing; export it again")
     return artifact
 
 
 def _check_kinds(artifact: Artifact, path: Path) -> None:
     like = Artifact(method="", base="", fingerprint={}, delimiters={})
     for name, example in asdict(like).items():
-        value, required = getattr(artifact, name), name in ("fingerprint", "delimiters")
+        value, required = getattr(artifact, name), name == "fingerprint"
+        required |= name == "delimiters" and not artifact.router
         if not isinstance(value, type(example)) or (required and not value):
             raise ValueError(f"checkpoint {path}: bad '{name}' ({value!r}); export it again")
 
 
+def read_router(folder: str | os.PathLike[str], artifact: Artifact) -> nn.Module:
+    """The router of an artifact that has one.
+
+    Raises:
+        ValueError: Weights that can't be read or don't fit what the manifest says.
+    """
+    path = Path(folder) / ROUTER
+    fields = dict(artifact.router)
+    form = fields.pop("form", None)
+    if form not in _ROUTERS:
+        raise ValueError(f"checkpoint {folder}: unknown form of router '{form}'; upgrade zoomkv")
+    try:
+        router = _ROUTERS[form](**fields)
+        router.load_state_dict(safetensors.torch.load_file(path))
+    except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"checkpoint {path}: no such router ({reason}); export it again") from None
+    return router.eval().requires_grad_(False)
+
+
+def save_router(router: nn.Module, folder: Path) -> None:
+    """Writes a router's weights into an artifact's folder."""
+    weights = {name: value.float().contiguous() for name, value in router.state_dict().items()}
+    safetensors.torch.save_file(weights, folder / ROUTER)
+
+
+_ROUTERS: dict[str, Callable[..., nn.Module]] = {"sketch": Sketch}
+
+
 def write_artifact(
-    folder: str | os.PathLike[str], artifact: Artifact, save_adapter: Callable[[Path], None]
+    folder: str | os.PathLike[str], artifact: Artifact, save_weights: Callable[[Path], None]
 ) -> None:
     """Writes an artifact whole or not at all; one that stood there before is replaced.
 
     Args:
         folder: The artifact's folder.
         artifact: Its manifest.
-        save_adapter: Writes the adapter's files into the folder that it is given.
+        save_weights: Writes adapter or router into the artifact's folder, which it is given.
 
     Raises:
         OSError: The disk is full or not writable; what stood there before is intact.
@@ -112,7 +152,8 @@ def write_artifact(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         whole = scratch / "new"
-        save_adapter(whole / ADAPTER)
+        whole.mkdir()
+        save_weights(whole)
         (whole / MANIFEST).write_text(
             json.dumps(asdict(artifact), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
@@ -136,11 +177,14 @@ def _card(name: str, artifact: Artifact) -> str:
         rows = [f"| {key} | {_shown(value)} |" for key, value in values.items()]
         return ["", f"## {title}", "", "| | |", "|---|---|", *rows]
 
+    what = "A LoRA adapter and two embedding rows"
+    if artifact.router:
+        what = f"A router ({artifact.router['form']})"
     lines = [
         f"# {name}",
         "",
-        f"A LoRA adapter and two embedding rows for `{artifact.base}`, exported by ZoomKV for the "
-        f"`{artifact.method}` policy. It holds no base weights.",
+        f"{what} for `{artifact.base}`, exported by ZoomKV for the `{artifact.method}` policy. It "
+        "holds no base weights.",
         "",
         "```python",
         "import zoomkv",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from zoomkv.backbone.adapter import add_adapter, load_trained, save_adapter
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
 from zoomkv.backbone.load import load_base
-from zoomkv.export.artifact import Artifact, write_artifact
+from zoomkv.export.artifact import ADAPTER, Artifact, save_router, write_artifact
+from zoomkv.modules.sketch import Sketch
 from zoomkv.spans.thoughts import BEGIN_OF_SUMMARY, END_OF_SUMMARY
 
 METADATA = "zoomkv"
@@ -52,21 +53,18 @@ def export_checkpoint(
     found = fingerprint(model)
     if difference := describe_mismatch(metadata["fingerprint"], found):
         raise ValueError(f"{path}: its base '{metadata['base']}' is another one now: {difference}")
-    adapted = add_adapter(model, tokenizer, **metadata["lora"])
-    ids = add_to_tokenizer(tokenizer)
-    if ids != metadata["delimiter_ids"]:
-        raise ValueError(f"{path}: delimiter ids {metadata['delimiter_ids']} are {ids} now")
-    load_trained(adapted, weights)
+    weights_of = _router if "router" in metadata else _adapter
+    what, save_weights = weights_of(path, metadata, weights, model, tokenizer)
     artifact = Artifact(
         method=metadata["method"],
         base=metadata["base"],
         # Taken anew: on a quantised base the training could not digest the linear layers.
         fingerprint=found,
-        delimiters=dict(zip((BEGIN_OF_SUMMARY, END_OF_SUMMARY), ids, strict=True)),
+        **what,
         training={
             "steps": metadata["steps"],
             "base precision": metadata["precision"],
-            "lora": metadata["lora"],
+            **({"lora": metadata["lora"]} if "lora" in metadata else {}),
             **({"how": note} if note else {}),
         },
         figures={
@@ -75,8 +73,34 @@ def export_checkpoint(
         },
         options=options or {},
     )
-    write_artifact(target, artifact, partial(save_adapter, adapted, metadata["base"]))
+    write_artifact(target, artifact, save_weights)
     return artifact
+
+
+_Weights = tuple[dict[str, Any], Callable[[Path], None]]
+
+
+def _adapter(
+    path: Path, metadata: dict[str, Any], weights: dict[str, Any], model: Any, tokenizer: Any
+) -> _Weights:
+    adapted = add_adapter(model, tokenizer, **metadata["lora"])
+    ids = add_to_tokenizer(tokenizer)
+    if ids != metadata["delimiter_ids"]:
+        raise ValueError(f"{path}: delimiter ids {metadata['delimiter_ids']} are {ids} now")
+    load_trained(adapted, weights)
+    delimiters = dict(zip((BEGIN_OF_SUMMARY, END_OF_SUMMARY), ids, strict=True))
+    return {"delimiters": delimiters}, lambda folder: save_adapter(
+        adapted, metadata["base"], folder / ADAPTER
+    )
+
+
+def _router(
+    path: Path, metadata: dict[str, Any], weights: dict[str, Any], model: Any, tokenizer: Any
+) -> _Weights:
+    router = {"form": metadata["form"], **metadata["router"]}
+    sketch = Sketch(**metadata["router"])
+    sketch.load_state_dict({n.removeprefix("sketch."): value for n, value in weights.items()})
+    return {"delimiters": {}, "router": router}, lambda folder: save_router(sketch, folder)
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -149,12 +149,12 @@ class SketchDistill(LightningModule):
 
     def configure_optimizers(self) -> Any:
         options = self.optimizer
-        optimizer = AdamW(
-            self.sketch.parameters(),
-            lr=options.lr,
-            betas=tuple(options.betas),
-            weight_decay=options.weight_decay,
-        )
+        settings: dict[str, Any] = {
+            "lr": options.lr,
+            "betas": tuple(options.betas),
+            "weight_decay": options.weight_decay,
+        }
+        optimizer = AdamW(self.sketch.parameters(), **settings)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = cosine_with_warmup(optimizer, steps, options.warmup, options.floor)
         return {
