@@ -80,9 +80,18 @@ def fit(base, tmp_path):
 
 
 def test_steps_lower_the_loss_on_other_documents_and_change_the_sketch_alone(fit):
-    _, start, _ = fit(steps=1, optimizer=OptimizerOptions(lr=1e-9))
-    module, trainer, _ = fit(steps=24)
-    assert trainer.callback_metrics["val/loss"] < start.callback_metrics["val/loss"]
+    class Scramble(Callback):
+        """What the moments give is nearly as good as it gets, where keys are random."""
+
+        def on_train_start(self, trainer, pl_module):
+            for value in pl_module.sketch.parameters():
+                torch.nn.init.normal_(value, generator=torch.Generator().manual_seed(0))
+
+    _, start, _ = fit(Scramble(), steps=1, optimizer=OptimizerOptions(lr=1e-9))
+    module, trainer, _ = fit(Scramble(), steps=24)
+    assert trainer.callback_metrics["val/loss"] < 0.8 * start.callback_metrics["val/loss"]
+    _, fitted, _ = fit(steps=1, optimizer=OptimizerOptions(lr=1e-9))
+    assert fitted.callback_metrics["val/loss"] < trainer.callback_metrics["val/loss"]
     assert 0 < trainer.callback_metrics["val/captured"] <= 1
     assert {n for n, p in module.named_parameters() if p.requires_grad} == {
         "sketch.query",

@@ -71,6 +71,9 @@ class SketchDistill(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        for name, value in (("rows", rows), ("fetched", fetched), ("calibration", calibration)):
+            if value < 1:
+                raise ValueError(f"model.{name}={value}: choose at least 1")
         self.strict_loading = False  # checkpoints lack the frozen weights: see check_trained
         optimizer = OptimizerOptions(**optimizer) if isinstance(optimizer, dict) else optimizer
         self.save_hyperparameters(
