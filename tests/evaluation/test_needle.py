@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 from zoomkv.backbone.prefill import prefill
 from zoomkv.data.needles import Needle, NeedleShape, needle
 from zoomkv.evaluation import needle as module
-from zoomkv.evaluation.needle import Attempt, NeedleArm, run_needles, split_prompt, string_match
+from zoomkv.evaluation.needle import (
+    Attempt,
+    NeedleArm,
+    answer_recorded,
+    run_needles,
+    split_prompt,
+    string_match,
+)
+from zoomkv.evaluation.recording import record
 from zoomkv.evaluation.statistics import wilson
 from zoomkv.generation import Generator, load
 
@@ -256,3 +264,17 @@ def test_hits_are_marked(loaded: Any, found: list[Needle]) -> None:
 def test_an_unknown_protocol_is_refused(loaded: Any, found: list[Needle]) -> None:
     with pytest.raises(ValueError, match="protocol='before': choose one of inside, unknown"):
         next(run_needles(Generator(*loaded), found, "before"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["inside", "unknown"])
+def test_a_recorded_prompt_is_answered_alike(
+    loaded: Any, found: list[Needle], protocol: Any
+) -> None:
+    model, tokenizer = loaded
+    generator = Generator(model, tokenizer, "streaming_llm", budget=BUDGET, n_sink=SINKS)
+    for one in found:
+        arm = answered(generator, [one], protocol=protocol)
+        context, question = split_prompt(generator, one, True)
+        recording = record(model, torch.tensor([context + question]))
+        again = answer_recorded(generator, one, recording, len(context), protocol, 12)
+        assert replace(again, host_bytes=0) == replace(arm.attempts[0], host_bytes=0)

@@ -20,6 +20,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from zoomkv.backbone.prefill import prefill
 from zoomkv.caches.base import Footprint, PolicyCache
 from zoomkv.data.needles import Needle
+from zoomkv.evaluation.recording import Recording
 from zoomkv.evaluation.statistics import wilson
 from zoomkv.generation import Generator
 
@@ -132,6 +133,30 @@ def string_match(text: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in text for answer in answers) / len(answers)
 
 
+def answer_recorded(
+    generator: Generator,
+    needle: Needle,
+    recording: Recording,
+    context: int,
+    protocol: Protocol = "unknown",
+    max_new_tokens: int = 128,
+) -> Attempt:
+    """Answers one needle whose prompt was read before, as ``run_needles`` would.
+
+    Args:
+        generator: Of one policy.
+        needle: What is asked.
+        recording: Of ``split_prompt``'s two parts.
+        context: Tokens of the first part.
+        protocol: When the question comes.
+        max_new_tokens: Longest answer.
+    """
+    ids = recording.ids[0].tolist()
+    parts = [[ids]] if protocol == "inside" else [[ids[:context]], [ids[context:]]]
+    (answer,), meter = _answer(generator, parts, max_new_tokens, recording)
+    return _attempt(needle, answer, meter, 1)
+
+
 def run_needles(
     generator: Generator,
     needles: Sequence[Needle],
@@ -169,22 +194,10 @@ def run_needles(
         begun = time.perf_counter()
         answers, meter = _answer(generator, parts, max_new_tokens)
         arm.seconds += time.perf_counter() - begun
-        for needle, (text, ids, finished) in zip(batch, answers, strict=True):
-            arm.attempts.append(
-                Attempt(
-                    id=needle.id,
-                    kind=needle.kind,
-                    length=needle.length,
-                    depths=needle.depths,
-                    found=string_match(text, needle.answers),
-                    text=text,
-                    ids=ids,
-                    finished=finished,
-                    device_bytes_mean=meter.device_bytes_mean / len(batch),
-                    device_bytes_peak=meter.device_bytes_peak / len(batch),
-                    host_bytes=meter.host_bytes / len(batch),
-                )
-            )
+        arm.attempts += [
+            _attempt(needle, answer, meter, len(batch))
+            for needle, answer in zip(batch, answers, strict=True)
+        ]
         yield arm
 
 
@@ -218,6 +231,25 @@ def split_prompt(
     return ids[:first], ids[first:]
 
 
+def _attempt(
+    needle: Needle, answer: tuple[str, list[int], bool], meter: _Meter, batch: int
+) -> Attempt:
+    text, ids, finished = answer
+    return Attempt(
+        id=needle.id,
+        kind=needle.kind,
+        length=needle.length,
+        depths=needle.depths,
+        found=string_match(text, needle.answers),
+        text=text,
+        ids=ids,
+        finished=finished,
+        device_bytes_mean=meter.device_bytes_mean / batch,
+        device_bytes_peak=meter.device_bytes_peak / batch,
+        host_bytes=meter.host_bytes / batch,
+    )
+
+
 class _Meter(StoppingCriteria):
     """Reads a cache's footprint after every forward of a generation; never stops it."""
 
@@ -244,7 +276,10 @@ class _Meter(StoppingCriteria):
 
 
 def _answer(
-    generator: Generator, parts: list[list[list[int]]], max_new_tokens: int
+    generator: Generator,
+    parts: list[list[list[int]]],
+    max_new_tokens: int,
+    recording: Recording | None = None,
 ) -> tuple[list[tuple[str, list[int], bool]], _Meter]:
     """Text, ids and whether it ended, for each row; ``parts`` are prompts one after the other."""
     model, tokenizer, cache = generator.model, generator.tokenizer, generator.new_cache()
@@ -259,9 +294,15 @@ def _answer(
     with torch.inference_mode():
         for part, _ in padded[:-1]:
             columns = cache.seen + part.shape[1]
-            prefill(model, cache, ids[:, cache.seen : columns], mask[:, :columns])
+            if recording is None:
+                prefill(model, cache, ids[:, cache.seen : columns], mask[:, :columns])
+            else:
+                cache.expect_prompt(columns)
+                recording.feed(cache, columns)
             meter.before.append(cache.footprint())
         cache.expect_prompt(ids.shape[1])
+        if recording is not None and not cache.seen:
+            recording.feed(cache, ids.shape[1] - 1)  # generate reads the last token itself
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,

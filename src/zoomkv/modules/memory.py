@@ -85,7 +85,7 @@ class SpanMemory:
         rho: float = 1.0,
         recovery: Recovery = "lowrank",
         rotary: Rotary | None = None,
-        method: Method = "randomised",
+        method: Method = "gram",
     ) -> SpanMemory:
         """Sums up every span and factorises it: all rows, heads and spans, keys and values at once.
 

@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from zoomkv.spans.surprisal import Spans
 
+_FINITE = 60.0  # nats: sums of such exponentials are still numbers in fp32
+
 
 def soft_read(
     query: Tensor,  # [B, H, Q, D]
@@ -46,7 +48,7 @@ def soft_read(
         opens: 1 to read a span's tokens, 0 to read its coarse entry, for each query head and row.
             Numbers between mix both. Entries that are no span may hold anything from 0 to 1.
         scaling: Factor on the products of queries and keys.
-        ceiling: Nats. ``inf`` for the exact derivative, however large.
+        ceiling: Nats. ``inf`` for the exact derivative, as far as fp32 has numbers for it (60 nats).
 
     Returns:
         In fp32 (fp64 for fp64 queries), whatever autocast says.
@@ -84,7 +86,7 @@ def soft_read(
         for parts in zip(tokens, coarse, own, strict=True)
     )
     asked = (query.to(wide) * scaling).reshape(batch, kv_heads, -1, query.shape[3])
-    out = _Mixture.apply(asked, keys, values, weights, of, ceiling)
+    out = _Mixture.apply(asked, keys, values, weights, of, min(ceiling, _FINITE))
     return out.view(query.shape)
 
 
