@@ -1,6 +1,6 @@
 """Needles under a share of full KV: what a budget loses, and what routing loses.
 
-    python benchmarks/needles.py run [--lengths 2048 4096] [--budgets 0.1 0.2] [--n 50] [--out FILE.json]
+    python benchmarks/needles.py run [--lengths 2048 4096] [--budgets 0.1 0.2] [--n 50]
     python benchmarks/needles.py table [--out FILE.json]
 
 Single needles (RULER's format) in the last third of the book, at every depth. Each prompt is read
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from _harness import write_json
 from rich.console import Console
 from rich.progress import Progress
 
-from zoomkv.data.needles import NeedleShape, haystack, needles
+from zoomkv.data.needles import Needle, NeedleShape, haystack, needles
 from zoomkv.evaluation.needle import answer_recorded, split_prompt
 from zoomkv.evaluation.recording import record
 from zoomkv.evaluation.statistics import mcnemar, wilson
@@ -77,41 +77,47 @@ def run(arguments: argparse.Namespace, found: dict[str, Any], path: Path) -> Non
     def count(text: str) -> int:
         return len(tokenizer(full.render(text), add_special_tokens=False)["input_ids"])
 
-    cells: list[tuple[str, str, Generator]] = []
-    for protocol in arguments.protocols:
-        cells.append((protocol, "full", full))
-        for budget in arguments.budgets:
-            for arm in arguments.arms:
-                policy, options = ARMS[arm]
-                generator = Generator(model, tokenizer, policy, budget=budget, **options)
-                cells.append((protocol, f"{arm} {budget}", generator))
-    total = len(arguments.lengths) * arguments.n
+    cells = [(protocol, "full", full) for protocol in arguments.protocols]
+    for protocol, budget, arm in product(arguments.protocols, arguments.budgets, arguments.arms):
+        policy, options = ARMS[arm]
+        generator = Generator(model, tokenizer, policy, budget=budget, **options)
+        cells.append((protocol, f"{arm} {budget}", generator))
+    hay = haystack("book", "evaluation")
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("needles", total=total)
+        bar = progress.add_task("needles", total=len(arguments.lengths) * arguments.n)
         for length in arguments.lengths:
-            hay = haystack("book", "evaluation")
             made = needles(arguments.n, NeedleShape(length), hay, count, arguments.seed)
             for number, needle in enumerate(made):
-                recording = None
-                for protocol, arm, generator in cells:
-                    key = f"{length} {protocol} {arm}"
-                    hits = found["hits"].setdefault(key, [])
-                    if len(hits) > number:
-                        continue
-                    context, question = split_prompt(full, needle, True)
-                    if recording is None:
-                        ids = torch.tensor([context + question], device=model.device)
-                        recording = record(model, ids)
-                    attempt = answer_recorded(
-                        generator, needle, recording, len(context), protocol, 16
-                    )
-                    hits.append(attempt.hit)
-                    peak = found["bytes"].get(key, 0)
-                    found["bytes"][key] = max(peak, attempt.device_bytes_peak)
-                if recording is not None:
+                if answer(found, cells, needle, number, length):
                     write_json(path, found)
-                    print(f"{length}: {number + 1} needles", file=sys.stderr)
                 progress.advance(bar)
+
+
+def answer(
+    found: dict[str, Any],
+    cells: list[tuple[str, str, Generator]],
+    needle: Needle,
+    number: int,
+    length: int,
+) -> bool:
+    """One needle under every policy that lacks it; whether there were any."""
+    hits = found["hits"]
+    missing = [
+        (protocol, generator, key)
+        for protocol, arm, generator in cells
+        if len(hits.setdefault(key := f"{length} {protocol} {arm}", [])) <= number
+    ]
+    if not missing:
+        return False
+    _, generator, _ = missing[0]
+    context, question = split_prompt(generator, needle, True)
+    ids = torch.tensor([context + question], device=generator.model.device)
+    recording = record(generator.model, ids)
+    for protocol, generator, key in missing:
+        attempt = answer_recorded(generator, needle, recording, len(context), protocol, 16)
+        hits[key].append(attempt.hit)
+        found["bytes"][key] = max(found["bytes"].get(key, 0), attempt.device_bytes_peak)
+    return True
 
 
 def table(found: dict[str, Any]) -> str:
