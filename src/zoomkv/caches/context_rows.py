@@ -107,16 +107,19 @@ class HeldRows:
         beyond = torch.arange(most) >= slots[:, None, None]
         self.position.masked_fill_(beyond.to(self.position.device), -1)
 
-    def hold(self, wanted: Tensor, source: ContextRows) -> Tensor:  # bool [B, Hkv, T]
+    def hold(self, wanted: Tensor, source: ContextRows) -> Tensor:
         """Makes the slots hold the wanted rows, at most as many as fit, and no others.
 
         Only rows that are not there yet are fetched.
 
+        Args:
+            wanted: Positions, bool ``[B, Hkv, T + 1]``; the last one, which is none, is False.
+            source: Where they are.
+
         Returns:
-            How many these were, ``[B, Hkv]``.
+            How many were fetched, ``[B, Hkv]``.
         """
-        total = wanted.shape[2]
-        wanted = F.pad(wanted, (0, 1))  # the last one is for empty slots
+        total = wanted.shape[2] - 1
         at = self.position.long()
         at = at.where(at >= 0, total)
         keep = wanted.gather(2, at)

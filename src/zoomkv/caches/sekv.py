@@ -40,6 +40,7 @@ from zoomkv.modules.sketch import Sketch, check_width
 from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, span_sums, span_weights
 
 _GROWTH = 256
+_NEVER = -1e30  # finite, so that a row without a context is no NaN
 _INDEX_BYTES = 4  # of a fetched row
 _QUERIES = 32  # of a later prompt that read together: each has tokens of its own
 
@@ -169,18 +170,21 @@ class SeKVLayer(PolicyLayer):
         kv_heads = local.keys.shape[1]
         scaled = (query.float() * scaling).view(batch, kv_heads, -1, rows, width)
         exact = local.logits(scaled)
-        inside = (span >= 0)[:, None, None, None]  # [B, 1, 1, 1, T]
         score = self.routing.scores(scaled, self.view(span, log_size))
-        score = score.masked_fill(~inside, -torch.inf)
+        score = score.masked_fill((span < 0)[:, None, None, None], _NEVER)
         # Of each head's whole attention, so that heads that look elsewhere don't decide.
-        total = torch.logaddexp(exact.logsumexp(-1), score.logsumexp(-1))
-        share = (score - total[..., None]).amax(2)  # [B, Hkv, Q, T]
+        within = score.log_softmax(-1)
+        mass = score.amax(-1) - within.amax(-1)
+        within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
+        share = within.amax(2)  # [B, Hkv, Q, T]
         most = min(int(slots.max()), share.shape[-1])
         best, token = share.topk(most, dim=-1)
-        chosen = (best > -torch.inf) & (
+        chosen = (best > _NEVER / 2) & (
             torch.arange(most, device=best.device) < slots[:, None, None, None]
         )
-        wanted = torch.zeros_like(share, dtype=torch.bool).scatter_(-1, token, chosen)
+        # The last one is for slots that hold nothing.
+        wanted = share.new_zeros(*share.shape[:-1], share.shape[-1] + 1, dtype=torch.bool)
+        wanted.scatter_(-1, token, chosen)
         parts, logits = [local], [exact]
         for part in self._zoomed(wanted, span, log_size):
             parts.append(part)
@@ -188,18 +192,18 @@ class SeKVLayer(PolicyLayer):
         return combine(parts, logits).view(batch, heads, rows, width).to(query.dtype)
 
     def _zoomed(self, wanted: Tensor, span: Tensor, log_size: Tensor) -> Iterator[Part]:
-        """The wanted tokens ``[B, Hkv, Q, T]``, and entries of spans without any of these."""
+        """The wanted tokens ``[B, Hkv, Q, T + 1]``, and entries of spans without any of these."""
         assert self.held is not None and self.context is not None
         if wanted.shape[2] == 1:
             fetched = self.held.hold(wanted[:, :, 0], self.context)
             self.fetched = self.fetched + fetched.to("cpu")
-            self.asked = self.asked + wanted.sum((2, 3)).to("cpu")
             position = self.held.position.long()
             readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
+            self.asked = self.asked + readable.sum((2, 3)).to("cpu")
             keys, values = self.held.keys, self.held.values
         else:
             # Each query has tokens of its own: together they may be more than a step holds.
-            union = wanted.any(2)
+            union = wanted[..., :-1].any(2)
             count = union.sum(-1)
             position = union.to(torch.uint8).topk(int(count.max()), dim=-1).indices
             there = union.gather(-1, position)
@@ -215,10 +219,9 @@ class SeKVLayer(PolicyLayer):
         yield Part(keys, values, readable[:, :, None])
         if self.entries is not None:
             spans = log_size.shape[1]
-            of = span.where(span >= 0, spans)[:, None].expand(-1, position.shape[1], -1)
-            of = of.gather(-1, position.clamp(min=0))[:, :, None].expand_as(readable)
+            of = span[:, None].expand(-1, position.shape[1], -1).gather(-1, position.clamp(min=0))
             opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
-            opened.scatter_(-1, of.where(readable, spans), True)
+            opened.scatter_(-1, of[:, :, None].where(readable, spans), True)
             bias = log_size[:, None, None].masked_fill(opened[..., :spans], -torch.inf)
             yield self.entries.part(bias[:, :, None])
 

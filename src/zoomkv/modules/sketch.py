@@ -207,9 +207,11 @@ def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
     constant = constant - image.sum(-1, keepdim=True) * ((LEVELS - 1) / 2)
     packed = codes.packed[..., :length]
     low, high = image.split(width // 2, dim=-1)
-    out = low @ (packed & (LEVELS - 1)).to(image.dtype)
-    out += high @ (packed >> 4).to(image.dtype)
-    return (out + constant).view(batch, heads, group, rows, length)
+    # A byte is its low half and 16 times its high one.
+    out = low @ packed.to(image.dtype)
+    out += (high - LEVELS * low) @ (packed >> 4).to(image.dtype)
+    out += constant
+    return out.view(batch, heads, group, rows, length)
 
 
 def _image(

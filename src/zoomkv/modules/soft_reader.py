@@ -31,11 +31,10 @@ def soft_read(
 ) -> Tensor:  # [B, H, Q, D]
     """Attention of a continuation over the spans of a context and over itself.
 
-    Autograd gives the derivative of the mixture. Only what is *not* read can have an exponential
-    above the sum of all that is: p times that sum, so that opening it would move the output by
-    p / (1 + p) of the way to its value, while the derivative says p. Where p exceeds
-    exp(``ceiling``), the derivative is taken as if it did not: at 0 it is never more than twice
-    what opening one token would do.
+    Autograd gives the derivative of the mixture. An entry that is not read may have an exponential
+    of p times the sum of all that are: opening it would move the output by p / (1 + p) of the way
+    to its value, while the derivative says p. Where p exceeds exp(``ceiling``), the derivative is
+    taken as if it did not; at 0 it is never more than twice what opening one token would do.
 
     Memory for the backward pass is that of the arguments and the result; weights are made again.
 
@@ -46,9 +45,10 @@ def soft_read(
         own: Keys and values of the continuation, which reads itself causally.
         spans: Of the context.
         opens: 1 to read a span's tokens, 0 to read its coarse entry, for each query head and row.
-            Numbers between mix both. Entries that are no span may hold anything from 0 to 1.
+            Numbers between mix both (with a derivative that is exact for a ``ceiling`` of ``inf``
+            alone). Entries that are no span may hold anything from 0 to 1.
         scaling: Factor on the products of queries and keys.
-        ceiling: Nats. ``inf`` for the exact derivative, as far as fp32 has numbers for it (60 nats).
+        ceiling: Nats. ``inf`` for the exact derivative, as far as fp32 has numbers for it (60).
 
     Returns:
         In fp32 (fp64 for fp64 queries), whatever autocast says.
