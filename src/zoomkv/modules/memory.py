@@ -200,9 +200,7 @@ class SpanMemory:
 
     def _stored(self) -> Factors:
         if self.factors is None:
-            raise ValueError(
-                "tokens come back exactly, so there are no factors: build lowrank ones"
-            )
+            raise ValueError("tokens come back exactly: there are no factors; build lowrank ones")
         return self.factors
 
     def _placed(self, a: Tensor, v: Tensor) -> Rows:
@@ -231,14 +229,15 @@ class SpanMemory:
 def _factors(
     keys: Tensor, values: Tensor, spans: Spans, rank: int, rho: float, method: Method
 ) -> Factors:
-    batch, heads, _, width = keys.shape
+    heads, width = keys.shape[1], keys.shape[3]
     at = spans.positions  # [B, S, longest]
     index = at.flatten(1)[:, None, :, None].expand(-1, heads, -1, width)
     rows = torch.stack([x.float().gather(2, index) for x in (keys, values)])
-    shape = (2, batch, heads, at.shape[1])
+    rows = rows.unflatten(3, at.shape[1:])  # [2, B, Hkv, S, longest, D]
+    shape = rows.shape[:4]
     length = spans.size[None, :, None].expand(shape).flatten()
     worth = break_even_rank(length, width, rho).clamp(min=1, max=rank)
-    parts = factorise(rows.view(-1, at.shape[2], width), length, worth, method)
+    parts = factorise(rows.flatten(0, 3), length, worth, method)
     return Factors(*(part.unflatten(0, shape) for part in parts))
 
 
