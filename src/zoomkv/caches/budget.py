@@ -42,14 +42,17 @@ class Budget:
             raise ValueError(f"budget={value}: this policy needs at least {smallest} rows")
         return cls(value)
 
-    def rows(self, full: Tensor) -> Tensor:  # [B] -> [B]
-        """Rows allowed to each batch row, where its full cache holds ``full``."""
+    def rows(self, full: Tensor, step: int = _SHARE_STEP) -> Tensor:  # [B] -> [B]
+        """Rows allowed to each batch row, where its full cache holds ``full``.
+
+        A share comes to a multiple of ``step`` rows, once it is above two of them.
+        """
         if isinstance(self.value, int):
             return torch.full_like(full, self.value)
         if self.value == 1:
             return torch.full_like(full, LARGEST)  # all of it, whatever indexes it
         rows = (self.value * full.double()).long()
-        return torch.where(rows < 2 * _SHARE_STEP, rows, rows // _SHARE_STEP * _SHARE_STEP)
+        return torch.where(rows < 2 * step, rows, rows // step * step)
 
 
 def check_at_least(option: str, value: int, smallest: int) -> int:

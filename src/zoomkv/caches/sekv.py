@@ -276,8 +276,8 @@ class SeKVCache(PolicyCache):
         budget: int | float = 0.1,
         router: str | Sketch | None = None,
         width: int = 16,
-        window: int = 32,
-        slack: int = 32,
+        window: int = 16,
+        slack: int = 16,
         min_span: int = 12,
         max_span: int = 32,
         anchor_share: float = 0.0,
@@ -375,8 +375,10 @@ class SeKVCache(PolicyCache):
             exact[batch, head, held.position[batch, head, slot].long()] = True
         return exact
 
-    def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> Tensor:
+    def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> Tensor | None:
         """See ``PolicyCache``: second moments of the queries ``[B, Hkv, D, D]``."""
+        if not bool((self._covered == SINKS).any()):
+            return None
         query = query.float().unflatten(1, (self.shape.kv_heads, -1))
         if step.real is not None:
             query = query * step.real.to(query.device)[:, None, None, :, None]
@@ -387,7 +389,8 @@ class SeKVCache(PolicyCache):
         """See ``PolicyCache``."""
         new = (self._covered == SINKS).to(self._device)[:, None, None, None]
         for layer, moments in zip(self.layers, step.observations, strict=True):
-            layer.routing.observe(moments * new)
+            if moments is not None:
+                layer.routing.observe(moments * new)
 
     @bookkeeping
     def commit(self, step: Step, hidden: Tensor) -> None:
@@ -578,7 +581,7 @@ class SeKVCache(PolicyCache):
         most = -(-self._covered // self._spans[0])
         if not self._coarse_share:
             return most
-        rows = self._budget.rows(self._lengths).double() * self._coarse_share
+        rows = self._rows().double() * self._coarse_share
         allowed = (rows * self._row_bytes() / self._entry_bytes()).long().clamp(min=1)
         return allowed.minimum(most)
 
@@ -603,7 +606,7 @@ class SeKVCache(PolicyCache):
 
     def _bound(self, due: Tensor) -> None:  # bool [B]
         """How many tokens each batch row may fetch, once all else has its place."""
-        rows = self._budget.rows(self._lengths)
+        rows = self._rows()
         unit, everywhere = self._row_bytes(), self.shape.layers * self.shape.kv_heads
         layer, inside = self.layers[0], (self._span >= 0).sum(1).to("cpu")
         exact = self._covered - inside + self._window + self._slack
@@ -633,6 +636,10 @@ class SeKVCache(PolicyCache):
             layer.working_set.limit(ceiling)
             if layer.held is not None:
                 layer.held.resize(self._slots)
+
+    def _rows(self) -> Tensor:  # [B]
+        """What the budget allows. Buffers change when tokens join, so a share may be exact."""
+        return self._budget.rows(self._lengths, step=1)
 
     def _row_bytes(self) -> int:
         """Of K and V of one token of one KV head."""

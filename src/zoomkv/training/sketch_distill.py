@@ -62,11 +62,11 @@ class SketchDistill(LightningModule):
         base: str = "smollm2-135m",
         precision: Precision = "bf16",
         width: int = 16,
-        window: int = 32,
+        window: int = 16,
         rows: int = 64,
         fetched: int = 64,
         calibration: int = 8,
-        optimizer: OptimizerOptions = OptimizerOptions(lr=1e-3, warmup=0.05),  # noqa: B008
+        optimizer: OptimizerOptions = OptimizerOptions(lr=1e-4, warmup=0.05),  # noqa: B008
         attention: str = "sdpa",
         seed: int = 0,
     ) -> None:
