@@ -25,205 +25,22 @@ from torch import Tensor
 
 from zoomkv.backbone.attach import attached_router
 from zoomkv.backbone.protocol import Step
-from zoomkv.backbone.surprisal import surprisal
-from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer, bookkeeping
+from zoomkv.caches.base import ModelShape, PolicyCache, bookkeeping
 from zoomkv.caches.budget import Budget, check_at_least
 from zoomkv.caches.codecs import check_precision
-from zoomkv.caches.context_rows import ContextRows, HeldRows
 from zoomkv.caches.retrieving import Residency
-from zoomkv.caches.routing import TRAINING_FREE, Routing, SketchRouting, View
+from zoomkv.caches.routing import TRAINING_FREE, Routing, SketchRouting
+from zoomkv.caches.sekv_layer import SeKVLayer
 from zoomkv.caches.slots import Slots
-from zoomkv.caches.tiers import Traffic, make_row_codec
+from zoomkv.caches.surprisal_meter import SurprisalMeter
+from zoomkv.caches.tiers import Traffic
 from zoomkv.caches.working_sets import DoubleBuffer, ResidentSet, StreamedSet, WorkingSet
-from zoomkv.modules.reader import Entries, Part, combine
+from zoomkv.modules.reader import Part
 from zoomkv.modules.sketch import Sketch, check_width
 from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, span_sums, span_weights
 
-_GROWTH = 256
-_NEVER = -1e30  # finite, so that a row without a context is no NaN
 _INDEX_BYTES = 4  # of a fetched row
 _QUERIES = 32  # of a later prompt that read together: each has tokens of its own
-
-
-class SeKVLayer(PolicyLayer):
-    """One layer: exact rows (the working set), the context's rows, and what stands for them."""
-
-    def __init__(
-        self,
-        number: int,
-        slots: Slots,
-        working_set: WorkingSet,
-        routing: Routing,
-        precision: str,
-        traffic: Traffic,
-        make_routing: Any,
-    ) -> None:
-        super().__init__(number, slots, working_set)
-        self.routing = routing
-        self._make_routing = make_routing
-        self._precision = precision
-        self._traffic = traffic
-        self._forget()
-
-    def _forget(self) -> None:
-        self.context: ContextRows | None = None
-        self.held: HeldRows | None = None
-        self.entries: Entries | None = None
-        self.asked = self.fetched = torch.zeros(0, 0, dtype=torch.int64)  # [B, Hkv]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See ``PolicyLayer``."""
-        codec = make_row_codec(self._precision, key_states, value_states)
-        self.context = ContextRows(key_states, value_states, codec, self._traffic)
-        self.held = HeldRows(key_states, value_states)
-        self.asked = self.fetched = torch.zeros(key_states.shape[:2], dtype=torch.int64)
-        super().lazy_initialization(key_states, value_states)
-
-    def reset(self) -> None:
-        """See ``PolicyLayer``."""
-        super().reset()
-        self.routing = self._make_routing(self.number)
-        self._forget()
-
-    def select(self, rows: Tensor) -> None:
-        """See ``PolicyLayer``."""
-        super().select(rows)
-        self.routing.select(rows)
-        if self.context is not None and self.held is not None:
-            self.context.select(rows)
-            self.held.select(rows)
-            self.asked, self.fetched = self.asked[rows], self.fetched[rows]
-        if self.entries is not None:
-            self.entries = self.entries.select(rows)
-
-    def device_tensors(self) -> Iterator[Tensor]:
-        """See ``PolicyLayer``."""
-        yield from super().device_tensors()
-        yield from self.routing.device_tensors()
-        if self.held is not None:
-            yield from self.held.tensors()
-        if self.entries is not None:
-            yield from self.entries.tensors()
-
-    def host_tensors(self) -> Iterator[Tensor]:
-        """See ``PolicyLayer``."""
-        yield from super().host_tensors()
-        yield from self.routing.host_tensors()
-        yield from (self.asked, self.fetched)
-        if self.context is not None:
-            yield from self.context.tensors()
-
-    def view(self, span: Tensor, log_size: Tensor) -> View:
-        """What routing may look at."""
-        assert self.context is not None
-        return View(span, log_size, self.entries, self.context)
-
-    def append(
-        self,
-        keys: Tensor,  # fp32 [B, Hkv, S', D]
-        values: Tensor,
-        first: Tensor,  # [B]
-        count: Tensor,  # [B]
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Adds coarse entries: ``count`` of each batch row, from its entry ``first`` on."""
-        old = keys[:, :, :0], values[:, :, :0]
-        if self.entries is not None:
-            old = self.entries.plain()
-        batch, entry = (torch.arange(keys.shape[2]) < count[:, None]).nonzero(as_tuple=True)
-        at = (first[batch] + entry).to(keys.device)
-        batch, entry = batch.to(keys.device), entry.to(keys.device)
-        total = int((first + count).max())
-
-        def grown(have: Tensor, new: Tensor) -> Tensor:
-            have = F.pad(have, (0, 0, 0, total - have.shape[2]))
-            have[batch, :, at] = new[batch, :, entry]
-            return have
-
-        self.entries = Entries.of(grown(old[0], keys), grown(old[1], values), dtype)
-
-    def merge(self, into: Tensor, mass: Tensor, merged: Tensor) -> None:  # [B,S], [B,S], [B,S']
-        """Joins coarse entries, each weighing as many tokens as it stands for."""
-        assert self.entries is not None
-        dtype = None if self.entries.key_scale is not None else self.entries.keys.dtype
-
-        def joined(x: Tensor) -> Tensor:
-            total = x.new_zeros(*x.shape[:2], merged.shape[1] + 1, x.shape[3])
-            index = into[:, None, :, None].expand_as(x)
-            total.scatter_add_(2, index, x * mass[:, None, :, None])
-            return total[:, :, :-1] / merged.clamp(min=1)[:, None, :, None]
-
-        keys, values = self.entries.plain()
-        self.entries = Entries.of(joined(keys), joined(values), dtype)
-
-    def read(
-        self,
-        query: Tensor,  # [B, H, Q, D]
-        local: Part,
-        scaling: float,
-        span: Tensor,  # [B, T]
-        log_size: Tensor,  # [B, S]
-        slots: Tensor,  # [B], tokens that each batch row may fetch
-    ) -> Tensor:  # [B, H, Q, D]
-        """Attention over exact rows, the tokens that the queries look at most, coarse entries."""
-        batch, heads, rows, width = query.shape
-        kv_heads = local.keys.shape[1]
-        scaled = (query.float() * scaling).view(batch, kv_heads, -1, rows, width)
-        exact = local.logits(scaled)
-        score = self.routing.scores(scaled, self.view(span, log_size))
-        score = score.masked_fill((span < 0)[:, None, None, None], _NEVER)
-        # Of each head's whole attention, so that heads that look elsewhere don't decide.
-        within = score.log_softmax(-1)
-        mass = score.amax(-1) - within.amax(-1)
-        within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
-        share = within.amax(2)  # [B, Hkv, Q, T]
-        most = min(int(slots.max()), share.shape[-1])
-        best, token = share.topk(most, dim=-1)
-        chosen = (best > _NEVER / 2) & (
-            torch.arange(most, device=best.device) < slots[:, None, None, None]
-        )
-        # The last one is for slots that hold nothing.
-        wanted = share.new_zeros(*share.shape[:-1], share.shape[-1] + 1, dtype=torch.bool)
-        wanted.scatter_(-1, token, chosen)
-        parts, logits = [local], [exact]
-        for part in self._zoomed(wanted, span, log_size):
-            parts.append(part)
-            logits.append(part.logits(scaled))
-        return combine(parts, logits).view(batch, heads, rows, width).to(query.dtype)
-
-    def _zoomed(self, wanted: Tensor, span: Tensor, log_size: Tensor) -> Iterator[Part]:
-        """The wanted tokens ``[B, Hkv, Q, T + 1]``, and entries of spans without any of these."""
-        assert self.held is not None and self.context is not None
-        if wanted.shape[2] == 1:
-            fetched = self.held.hold(wanted[:, :, 0], self.context)
-            self.fetched = self.fetched + fetched.to("cpu")
-            position = self.held.position.long()
-            readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
-            self.asked = self.asked + readable.sum((2, 3)).to("cpu")
-            keys, values = self.held.keys, self.held.values
-        else:
-            # Each query has tokens of its own: together they may be more than a step holds.
-            union = wanted[..., :-1].any(2)
-            count = union.sum(-1)
-            position = union.to(torch.uint8).topk(int(count.max()), dim=-1).indices
-            there = union.gather(-1, position)
-            batch, head, at = there.nonzero(as_tuple=True)
-            rows = self.context.take(batch, head, position[batch, head, at])
-            keys, values = (
-                like.new_zeros(*position.shape, like.shape[-1])
-                for like in (self.held.keys, self.held.values)
-            )
-            keys[batch, head, at], values[batch, head, at] = rows
-            readable = wanted.gather(-1, position[:, :, None].expand(-1, -1, wanted.shape[2], -1))
-            readable = readable & there[:, :, None]
-        yield Part(keys, values, readable[:, :, None])
-        if self.entries is not None:
-            spans = log_size.shape[1]
-            of = span[:, None].expand(-1, position.shape[1], -1).gather(-1, position.clamp(min=0))
-            opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
-            opened.scatter_(-1, of[:, :, None].where(readable, spans), True)
-            bias = log_size[:, None, None].masked_fill(opened[..., :spans], -torch.inf)
-            yield self.entries.part(bias[:, :, None])
 
 
 class SeKVCache(PolicyCache):
@@ -261,11 +78,7 @@ class SeKVCache(PolicyCache):
     _log_size: Tensor  # fp32 [B, S]
     _covered: Tensor  # [B], tokens that have joined the context, and the first ones
     _count: Tensor  # [B], spans
-    _measured: Tensor  # [B], tokens whose surprisal is known
-    _surprisal: Tensor  # fp32 [B, positions and slack]
     overflow: Tensor  # [B], bytes by which what must stay exceeds the budget
-    _before: tuple[Tensor, Tensor] | None  # state [B, 1, hidden] and id [B, 1] of the last tokens
-    _pending: list[tuple[Tensor, Tensor, Tensor]]  # states, ids and real of decode steps since
     _slots: Tensor  # [B]
     _told: bool  # that the budget is exceeded
 
@@ -318,7 +131,7 @@ class SeKVCache(PolicyCache):
         self.watches_prompt = router == "sketch"  # type: ignore[misc]
         check_width(width, shape.head_dim)
         self._width = width
-        self._head = _Head(model.get_output_embeddings())
+        self._meter = SurprisalMeter(model.get_output_embeddings())
         traffic, slots, every = Traffic(), Slots(), range(shape.layers)
         double = DoubleBuffer()
         sets: list[WorkingSet] = [
@@ -332,10 +145,9 @@ class SeKVCache(PolicyCache):
                 number,
                 slots,
                 working_set,
-                self._routing(number),
+                self._routing,
                 host_precision,
                 traffic,
-                self._routing,
             )
             for number, working_set in enumerate(sets)
         ]
@@ -395,10 +207,7 @@ class SeKVCache(PolicyCache):
     @bookkeeping
     def commit(self, step: Step, hidden: Tensor) -> None:
         """See ``SteppedCache``: notes how little each token was expected."""
-        real = torch.ones_like(step.ids, dtype=torch.bool) if step.real is None else step.real
-        self._pending.append((hidden.detach().clone(), step.ids.clone(), real))
-        if step.size > 1:
-            self._measure()
+        self._meter.note(step, hidden)
         super().commit(step, hidden)
 
     def prompt_started(self, first: bool) -> None:
@@ -416,7 +225,7 @@ class SeKVCache(PolicyCache):
         beyond = self._lengths - self._covered - self._window
         due = beyond >= self._slack
         if bool(due.any()):
-            self._measure()
+            self._meter.settle()
             with self.moving():
                 self._join(due)
 
@@ -448,34 +257,6 @@ class SeKVCache(PolicyCache):
         trained = None if isinstance(self._router, str) else self._router
         return SketchRouting(layer, self._width, trained)
 
-    def _measure(self) -> None:
-        """Surprisals of the tokens whose states are pending."""
-        if not self._pending:
-            return
-        fresh = [hidden for hidden, _, _ in self._pending]
-        ids, real = (torch.cat([entry[i] for entry in self._pending], 1) for i in (1, 2))
-        self._pending = []
-        if self._before is None:
-            self._before = (fresh[0][:, :1], ids[:, :1])
-        known = (self._measured > 0)[:, None]
-        states = torch.cat([self._before[0], *fresh], 1)
-        ids = torch.cat([self._before[1], ids], 1)
-        real = torch.cat([known, real], 1)
-        nats = surprisal(self._head, states, ids, real).to("cpu")
-        column, row = torch.arange(ids.shape[1]), torch.arange(len(ids))
-        last = column.where(real, 0).amax(1)  # what comes before each row's next token
-        self._before = (
-            states[row.to(states.device), last.to(states.device)][:, None].clone(),
-            ids[row, last][:, None].clone(),
-        )
-        position = (self._measured - known[:, 0].long())[:, None] + real.cumsum(1) - 1
-        more = int(position.max()) + 1 - self._surprisal.shape[1]
-        if more > 0:
-            self._surprisal = F.pad(self._surprisal, (0, more + _GROWTH))
-        batch, at = (real & (column > 0)).nonzero(as_tuple=True)
-        self._surprisal[batch, position[batch, at]] = nats[batch, at]
-        self._measured = self._measured + real[:, 1:].sum(1)
-
     def _join(self, due: Tensor) -> None:  # bool [B]
         """What lies behind the window joins the context; its exact rows leave the device."""
         start = self._covered
@@ -484,8 +265,8 @@ class SeKVCache(PolicyCache):
         if bool((size > 0).any()):
             column = torch.arange(int(size.max()))
             present = column < size[:, None]
-            at = (start[:, None] + column).clamp(max=self._surprisal.shape[1] - 1)
-            nats = self._surprisal.gather(1, at).where(present, 0)
+            at = (start[:, None] + column).clamp(max=self._meter.nats.shape[1] - 1)
+            nats = self._meter.nats.gather(1, at).where(present, 0)
             # A row to which nothing is added still wants a token to cut.
             spans = fine_spans(nats, size.clamp(min=1), *self._spans, self._anchor_share, sinks=0)
             before = self._count
@@ -612,7 +393,7 @@ class SeKVCache(PolicyCache):
         exact = self._covered - inside + self._window + self._slack
         streamed = isinstance(layer.working_set, StreamedSet)
         of_rows = 2 * self.shape.kv_heads if streamed else everywhere
-        fixed = exact * unit * of_rows + self._state_bytes() * (self._slack + 1)
+        fixed = exact * unit * of_rows + self._meter.state_bytes() * (self._slack + 1)
         if self._span.shape[1]:
             per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
             if self._coarse_share:
@@ -648,13 +429,6 @@ class SeKVCache(PolicyCache):
             return 1
         return sum(x.shape[3] * x.element_size() for x in (held.keys, held.values))
 
-    def _state_bytes(self) -> int:
-        return (
-            0
-            if self._before is None
-            else self._before[0][0].numel() * self._before[0].element_size()
-        )
-
     def _coarse_dtype(self, keys: Tensor) -> torch.dtype | None:
         return None if self._coarse_precision == "int8" else keys.dtype
 
@@ -666,47 +440,35 @@ class SeKVCache(PolicyCache):
         for name in ("_span", "_log_size"):
             tensor = getattr(self, name)
             setattr(self, name, tensor[rows.to(tensor.device)])
-        for name in ("_covered", "_count", "_measured", "_surprisal", "_slots", "overflow"):
+        for name in ("_covered", "_count", "_slots", "overflow"):
             setattr(self, name, getattr(self, name)[rows])
-        if self._before is not None:
-            states, ids = self._before
-            self._before = (states[rows.to(states.device)], ids[rows])
-        self._pending = [(h[rows.to(h.device)], i[rows], r[rows]) for h, i, r in self._pending]
+        self._meter.select(rows)
 
     def device_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().device_tensors()
         yield from (self._span, self._log_size)
-        if self._before is not None:
-            yield self._before[0]
-        yield from (states for states, _, _ in self._pending)
+        yield from self._meter.device_tensors()
 
     def host_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().host_tensors()
-        yield from (self._covered, self._count, self._measured, self._surprisal, self._slots)
-        yield self.overflow
-        if self._before is not None:
-            yield self._before[1]
-        for _, ids, real in self._pending:
-            yield from (ids, real)
+        yield from self._meter.host_tensors()
+        yield from (self._covered, self._count, self._slots, self.overflow)
 
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._span = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         self._log_size = torch.zeros(batch, 0, device=device)
         self._covered = torch.full((batch,), SINKS)
-        self._count, self._measured, self._slots, self.overflow = (
-            torch.zeros(batch, dtype=torch.int64) for _ in range(4)
+        self._count, self._slots, self.overflow = (
+            torch.zeros(batch, dtype=torch.int64) for _ in range(3)
         )
-        self._surprisal = torch.zeros(batch, 0)
-        self._before = None
-        self._pending = []
+        self._meter.start(batch)
         self._told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Of the model, not of a sequence: shared.
-        memo[id(self._head)] = self._head
         memo[id(self._router)] = self._router
         return super().__deepcopy__(memo)
 
@@ -721,14 +483,3 @@ def check_fits(of_router: Any, of_model: ModelShape) -> None:
         made, has = getattr(of_router, name), getattr(of_model, name)
         if made != has:
             raise ValueError(f"router: made for {name}={made}, this model has {has}")
-
-
-class _Head:
-    """A model's output head, which surprisals are read from."""
-
-    def __init__(self, head: Any) -> None:
-        self._module = head
-
-    def get_output_embeddings(self) -> Any:
-        """As of a model."""
-        return self._module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning import LightningModule
@@ -25,7 +25,7 @@ from zoomkv.losses.distillation import distillation, first_token_agreement
 from zoomkv.losses.spectrum import spectral_loss
 from zoomkv.losses.zoom import coverage_target, zoom_bce
 from zoomkv.modules.memory import Recovery, SpanMemory
-from zoomkv.modules.router import Router
+from zoomkv.modules.router import Router, RouterShape
 from zoomkv.modules.soft_reader import soft_read
 from zoomkv.ops.lowrank import Method
 from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, paper_spans, span_weights
@@ -61,7 +61,7 @@ class SplitOptions:
 
     def __post_init__(self) -> None:
         if self.scheme not in ("paper", "fine"):
-            raise ValueError(f"splitter scheme='{self.scheme}': choose paper or fine")
+            raise ValueError(f"splitter.scheme='{self.scheme}': choose paper or fine")
         self.cut(torch.zeros(1, 1), torch.ones(1, dtype=torch.int64))  # checks the bounds
 
     def cut(self, surprisal: Tensor, length: Tensor) -> Spans:
@@ -69,7 +69,7 @@ class SplitOptions:
         if self.scheme == "paper":
             return paper_spans(surprisal, length, self.alpha, self.min_span, self.max_span)
         if self.max_span is None:
-            raise ValueError("splitter max_span: fine spans need a limit; give one")
+            raise ValueError("splitter.max_span: fine spans need a limit; give one")
         return fine_spans(surprisal, length, self.min_span, self.max_span, self.anchor_share)
 
 
@@ -86,6 +86,9 @@ class RouterOptions:
     normalise: bool = True
     """Compare with summaries of unit length."""
 
+    def __post_init__(self) -> None:
+        RouterShape(layers=1, heads=1, kv_heads=1, head_dim=1, **asdict(self))  # checks the rest
+
 
 @dataclass(frozen=True)
 class MemoryOptions:
@@ -101,8 +104,15 @@ class MemoryOptions:
     """How spans are factorised."""
 
     def __post_init__(self) -> None:
-        if self.rope not in ("post", "pre"):
-            raise ValueError(f"memory rope='{self.rope}': choose post or pre")
+        for name, known in (
+            ("rope", ("post", "pre")),
+            ("recovery", get_args(Recovery)),
+            ("method", get_args(Method)),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"memory.{name}='{value}': choose one of {', '.join(known)}")
+        if not self.rho > 0:
+            raise ValueError(f"memory.rho={self.rho}: give a share above 0")
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,17 @@ class LossOptions:
     positive_weight: float = 10.0
     """What a needed span counts in the gates' cross-entropy."""
     temperature: float = 0.1
-    """Slope of the straight-through gradient."""
+    """Width of the slope of the straight-through gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("zoom", "spectrum", "cost", "beta"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"loss.{name}={getattr(self, name)}: give a weight, 0 or more")
+        for name in ("rho", "positive_weight", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"loss.{name}={getattr(self, name)}: give a number above 0")
+        if self.rho > 1 or not 0 <= self.anneal <= 1:
+            raise ValueError(f"loss.rho={self.rho}, loss.anneal={self.anneal}: give shares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +311,8 @@ class RouterDistill(LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Measures how well the router tells what is needed, and what its mistakes do."""
-        outcome, measured = self._outcome(batch), self.measured
+        outcome = self._outcome(batch)
+        measured: Any = self.measured
         count = len(outcome.divergence)
         if count:
             measured["kl"].update(outcome.divergence.mean(), weight=count)
@@ -392,8 +413,11 @@ class RouterDistill(LightningModule):
         if difference := describe_mismatch(told["fingerprint"], self.fingerprint):
             raise ValueError(f"checkpoint: trained on another base: {difference}")
         for what, ours in (("router", self._shape), ("splitter", self._splits())):
-            if difference := describe_mismatch(told[what], ours):
-                raise ValueError(f"checkpoint: made with another {what}: {difference}")
+            for name, value in ours.items():
+                if (theirs := told[what].get(name)) != value:
+                    raise ValueError(
+                        f"checkpoint: made with {what}.{name}={theirs}, here it is {value}"
+                    )
         check_trained(self._trained, checkpoint)
 
     # -- within ---------------------------------------------------------------------------------
@@ -490,7 +514,8 @@ class RouterDistill(LightningModule):
 
     def _cost_weight(self) -> float:
         rising = self.loss.anneal * self.trainer.estimated_stepping_batches
-        return self.loss.cost * min(1.0, self.trainer.global_step / max(rising, 1e-9))
+        done = self.trainer.global_step
+        return self.loss.cost * (done / rising if done < rising else 1.0)
 
     def _splits(self) -> dict[str, Any]:
         return {**asdict(self.splitter), "sinks": SINKS}
