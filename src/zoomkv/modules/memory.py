@@ -208,13 +208,16 @@ class SpanMemory:
         keys, values, spans = self.keys.float(), self.values.float(), self.spans
         if not a.numel():
             return keys, values
-        rebuilt = rebuild(a, v).flatten(3, 4)  # [2, B, Hkv, S * longest, D]
         inside = spans.number >= 0
         # As in Spans.positions: which token of its span each one is.
         first = (spans.size.cumsum(1) - spans.size).gather(1, spans.number.clamp(min=0))
         slot = spans.number * a.shape[4] + inside.cumsum(1) - 1 - first
-        slot = slot.where(inside, 0)[None, :, None, :, None]
-        new_keys, new_values = rebuilt.gather(3, slot.expand(2, *keys.shape))
+        rows = rebuild(a, v).flatten(3, 4)  # [2, B, Hkv, S * longest, D]
+        before = torch.arange(rows.shape[:3].numel(), device=slot.device).view(rows.shape[:3])
+        flat = before[..., None] * rows.shape[3] + slot.where(inside, 0)[:, None]
+        # Unlike gather, this keeps no copy of the rows for the backward pass.
+        rows = rows.flatten(0, 3).index_select(0, flat.flatten())
+        new_keys, new_values = rows.view(2, *keys.shape)
         if self.rotary is not None:
             new_keys = self.rotary.rotate(new_keys, _positions(keys))
         inside = inside[:, None, :, None]
