@@ -30,7 +30,7 @@ def scripts():
     """The benchmarks as modules, by name."""
     sys.path.insert(0, str(FOLDER))
     try:
-        names = ("_harness", "decode", "evicting", "memory", "gpu")
+        names = ("_harness", "context", "decode", "evicting", "lowrank", "memory", "needles", "gpu")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(FOLDER))
@@ -351,6 +351,7 @@ def test_json_is_written_as_a_whole_or_not_at_all(harness, tmp_path):
         ("decode", ["--quick", "--precision", "fp32"], ["zoomr streamed", "floor of zoomr"]),
         ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8", "beacon_kv"]),
         ("evicting", ["--quick"], ["snapkv", "x floor", "of it queries"]),
+        ("context", ["--quick"], ["sekv", "DynamicCache 2K", "rows read"]),
         (
             "gpu",
             ["--dry-run", "--device", "cpu", "--models", "qwen-7b"],
@@ -369,6 +370,36 @@ def test_benchmark_runs(scripts, name, words, mentions, tmp_path, monkeypatch, c
     assert content["command"].startswith(f"zoomkv bench {name} ")
     assert content["figures"] and content["tables"]
     assert all(figure["value"] > 0 and figure["met"] is None for figure in content["figures"])
+
+
+def test_factors_are_compared_with_the_optimum(scripts, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    assert scripts.lowrank.main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "gram" in printed and "over the optimum" in printed
+    for table in json.loads(out.read_text())["tables"]:
+        lost = dict(zip((row[0] for row in table["rows"]), table["rows"], strict=True))
+        # Gram and SVD are both the optimum, to rounding.
+        assert abs(float(lost["gram"][-1])) < 1e-4
+
+
+def test_the_needle_table_counts_and_compares(scripts):
+    found = {
+        "hits": {
+            "2048 unknown full": [True] * 4,
+            "2048 unknown sekv 0.1": [True, True, True, False],
+            "2048 unknown sekv closed 0.1": [False] * 4,
+        },
+        "bytes": {
+            "2048 unknown full": 4 * 2**20,
+            "2048 unknown sekv 0.1": 2**20,
+            "2048 unknown sekv closed 0.1": 2**19,
+        },
+    }
+    lines = scripts.needles.table(found).splitlines()
+    assert "| full | 4 | 4 " in lines[2] and lines[2].endswith("| 100.0 % |")
+    assert "| sekv 0.1 | 4 | 3 " in lines[3] and lines[3].endswith("| 1.00 | 25.0 % |")
+    assert "| sekv closed 0.1 | 4 | 0 " in lines[4] and "| 0.25 |" in lines[4]
 
 
 def test_int8_tier_moves_fewer_bytes(scripts, monkeypatch, capsys):
