@@ -99,7 +99,8 @@ def _router(
 ) -> _Weights:
     router = {"form": metadata["form"], **metadata["router"]}
     sketch = Sketch(**metadata["router"])
-    sketch.load_state_dict({n.removeprefix("sketch."): value for n, value in weights.items()})
+    maps = {name: value for name, value in weights.items() if name.startswith("sketch.")}
+    sketch.load_state_dict({n.removeprefix("sketch."): value for n, value in maps.items()})
     return {"delimiters": {}, "router": router}, lambda folder: save_router(sketch, folder)
 
 

@@ -96,31 +96,6 @@ class Sketch(nn.Module):
         key = self.key[layer]
         return Projections(self.query[layer].unflatten(0, (key.shape[0], -1)), key)
 
-    @torch.no_grad()
-    def start(self, layer: int, key_moments: Tensor, query_moments: Tensor) -> None:
-        """Sets a layer's maps to what ``fit`` finds; moments are ``[Hkv, D, D]``."""
-        found = fit(key_moments, query_moments, self.width)
-        self.key[layer].copy_(found.key)
-        self.query[layer].unflatten(0, (len(found.query), -1)).copy_(found.query[:, None])
-
-    def estimate(
-        self,
-        layer: int,
-        query: Tensor,  # [B, Hkv, G, Q, D]
-        keys: Tensor,  # [B, Hkv, T, D]
-        present: Tensor,  # bool [B, T]
-    ) -> Tensor:  # fp32 [B, Hkv, G, Q, T]
-        """What ``logits`` gives for codes of these keys, up to one number for each query.
-
-        Rounding to levels passes gradients on as if it were not there.
-        """
-        maps = self.of(layer)
-        with torch.autocast(keys.device.type, enabled=False):
-            image, step, _ = _image(keys.float(), maps.key.float(), present)
-            level = _level(image.detach(), step) - (LEVELS - 1) / 2
-            rounded = image + (level * step[:, :, None] - image.detach())
-            return image_of(query, maps.query[None]) @ rounded[:, :, None].mT
-
 
 def check_width(width: int, head_dim: int) -> int:
     """Returns the width of a sketch.
@@ -147,12 +122,49 @@ def fit(key_moments: Tensor, query_moments: Tensor, width: int) -> Projections:
     Returns:
         ``query`` and ``key``, ``[..., D, W]``. The images of the keys have about equal variance.
     """
+    whitening, turn = fit_whitened(key_moments, query_moments, width)
+    return Projections(whitening.query @ turn.query, whitening.key @ turn.key)
+
+
+@torch.no_grad()
+def fit_whitened(
+    key_moments: Tensor, query_moments: Tensor, width: int
+) -> tuple[Projections, Projections]:
+    """The two factors of ``fit``'s maps: ``[..., D, D]`` and ``[..., D, W]``.
+
+    The first make all directions of queries and of keys alike, so that steps of a training change
+    the second ones evenly: some channels of keys are a hundred times as large as others.
+    """
     with torch.autocast(key_moments.device.type, enabled=False):
         k, k_inverse = _roots(key_moments.float())
         q, q_inverse = _roots(query_moments.float())
         u, sigma, vh = torch.linalg.svd(q @ k)
-        query = q_inverse @ u[..., :width] * sigma[..., None, :width]
-        return Projections(query, k_inverse @ vh.mT[..., :width])
+        scale = sigma[..., :1]
+        turn = Projections(u[..., :width] * (sigma / scale)[..., None, :width], vh.mT[..., :width])
+        return Projections(q_inverse * scale[..., None], k_inverse), turn
+
+
+def estimate(
+    maps: Projections,
+    query: Tensor,  # [B, Hkv, G, Q, D]
+    keys: Tensor,  # [B, Hkv, T, D]
+    present: Tensor,  # bool [B, T]
+) -> Tensor:  # fp32 [B, Hkv, G, Q, T]
+    """What ``logits`` gives for codes of these keys, up to one number for each query.
+
+    Rounding to levels passes gradients on as if it were not there.
+
+    Args:
+        maps: Query ``[Hkv, G, D, W]`` and key ``[Hkv, D, W]``.
+        query: Scaled queries.
+        keys: After RoPE.
+        present: Which there are.
+    """
+    with torch.autocast(keys.device.type, enabled=False):
+        image, step, _ = _image(keys.float(), maps.key.float(), present)
+        level = _level(image.detach(), step) - (LEVELS - 1) / 2
+        rounded = image + (level * step[:, :, None] - image.detach())
+        return image_of(query, maps.query[None]) @ rounded[:, :, None].mT
 
 
 @torch.no_grad()

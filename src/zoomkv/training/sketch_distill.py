@@ -17,7 +17,7 @@ from zoomkv.backbone.load import Precision, load_base, load_tokenizer
 from zoomkv.backbone.teacher import Context, continue_with, read_context
 from zoomkv.export.from_checkpoint import METADATA
 from zoomkv.losses.attention import candidate_loss, captured
-from zoomkv.modules.sketch import Sketch
+from zoomkv.modules.sketch import Projections, Sketch, estimate, fit_whitened
 from zoomkv.ops.attention import grouped_attention
 from zoomkv.spans.surprisal import SINKS
 from zoomkv.training.checkpointing import (
@@ -29,6 +29,15 @@ from zoomkv.training.checkpointing import (
 from zoomkv.training.schedules import cosine_with_warmup
 from zoomkv.training.summary_sft import OptimizerOptions
 
+_KEPT = {
+    "query_turn",
+    "key_turn",
+    "query_whitening",
+    "key_whitening",
+    "sketch.query",
+    "sketch.key",
+}
+
 
 class SketchDistill(LightningModule):
     """Trains a ``Sketch`` to rank the tokens of a context as the frozen model's attention does.
@@ -39,7 +48,8 @@ class SketchDistill(LightningModule):
     how much of the head's attention they have). Keys are rounded to their levels as they will be.
 
     Before the first step the maps are set to what is optimal for the second moments of the keys and
-    queries of ``calibration`` batches (``modules.sketch.fit``).
+    queries of ``calibration`` batches (``modules.sketch.fit``). What is learnt are turns of
+    whitened queries and keys; checkpoints also hold the maps that they come to.
 
     Logged: ``train/loss`` (nats), ``val/loss``, and ``val/captured``: the attention on the tokens
     that the sketch would fetch, as a share of what the best choice of as many would have.
@@ -66,7 +76,7 @@ class SketchDistill(LightningModule):
         rows: int = 64,
         fetched: int = 64,
         calibration: int = 8,
-        optimizer: OptimizerOptions = OptimizerOptions(lr=1e-4, warmup=0.05),  # noqa: B008
+        optimizer: OptimizerOptions = OptimizerOptions(lr=5e-4, warmup=0.05),  # noqa: B008
         attention: str = "sdpa",
         seed: int = 0,
     ) -> None:
@@ -108,17 +118,20 @@ class SketchDistill(LightningModule):
         self.fingerprint = fingerprint(self.model)
         config = self.model.config
         heads = config.num_attention_heads
-        self.sketch = Sketch(
-            config.num_hidden_layers,
-            heads,
-            config.num_key_value_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            self.width,
-        ).to(device)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        sketch = Sketch(
+            config.num_hidden_layers, heads, config.num_key_value_heads, width, self.width
+        )
+        self.sketch = sketch.requires_grad_(False).to(device)
+        whitening = torch.zeros(*sketch.key.shape[:3], width, device=device)  # [L, Hkv, D, D]
+        self.register_buffer("query_whitening", whitening)
+        self.register_buffer("key_whitening", whitening.clone())
+        self.query_turn = torch.nn.Parameter(torch.zeros_like(sketch.query))
+        self.key_turn = torch.nn.Parameter(torch.zeros_like(sketch.key))
 
     def on_fit_start(self) -> None:
         self.model.eval()
-        if not self.sketch.key.any():  # a resumed training has its maps
+        if not self.key_turn.any():  # a resumed training has its maps
             self._start()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -138,10 +151,10 @@ class SketchDistill(LightningModule):
 
         def measure(layer: int, query: Tensor, context: Context, others: Tensor) -> None:
             keys, present = context.keys[layer], self._candidates(context)
-            estimate = self.sketch.estimate(layer, query, keys, present)
+            guess = estimate(self.maps(layer), query, keys, present)
             true = query @ keys.float()[:, :, None].mT
-            self.val_loss.update(candidate_loss(estimate, true, present, others))
-            self.val_captured.update(captured(estimate, true, present, others, self.fetched))
+            self.val_loss.update(candidate_loss(guess, true, present, others))
+            self.val_captured.update(captured(guess, true, present, others, self.fetched))
 
         self._look(batch, measure)
 
@@ -157,7 +170,7 @@ class SketchDistill(LightningModule):
             "betas": tuple(options.betas),
             "weight_decay": options.weight_decay,
         }
-        optimizer = AdamW(self.sketch.parameters(), **settings)
+        optimizer = AdamW([self.query_turn, self.key_turn], **settings)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = cosine_with_warmup(optimizer, steps, options.warmup, options.floor)
         return {
@@ -166,7 +179,12 @@ class SketchDistill(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained({"sketch.query", "sketch.key"}, checkpoint)
+        for layer in range(self.sketch.shape.layers):
+            maps = self.maps(layer)
+            self.sketch.query[layer].copy_(maps.query.detach().flatten(0, 1))
+            self.sketch.key[layer].copy_(maps.key.detach())
+        checkpoint["state_dict"] = self.state_dict()
+        keep_trained(_KEPT, checkpoint)
         rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint[METADATA] = {
@@ -193,7 +211,14 @@ class SketchDistill(LightningModule):
             check_options(dict(self.hparams), checkpoint)
         if difference := describe_mismatch(checkpoint[METADATA]["fingerprint"], self.fingerprint):
             raise ValueError(f"checkpoint: trained on another base: {difference}")
-        check_trained({"sketch.query", "sketch.key"}, checkpoint)
+        check_trained(_KEPT, checkpoint)
+
+    def maps(self, layer: int) -> Projections:
+        """A layer's maps as they are now: query ``[Hkv, G, D, W]`` and key ``[Hkv, D, W]``."""
+        whitening: Any = self.query_whitening, self.key_whitening
+        queries, keys = (of_layers[layer] for of_layers in whitening)
+        turn = self.query_turn[layer].unflatten(0, (len(queries), -1))
+        return Projections(queries[:, None] @ turn, keys @ self.key_turn[layer])
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -234,10 +259,10 @@ class SketchDistill(LightningModule):
     def _loss(
         self, layer: int, query: Tensor, keys: Tensor, present: Tensor, others: Tensor
     ) -> Tensor:
-        estimate = self.sketch.estimate(layer, query, keys, present)
+        guess = estimate(self.maps(layer), query, keys, present)
         with torch.no_grad(), torch.autocast(keys.device.type, enabled=False):
             true = query @ keys.float()[:, :, None].mT
-        return candidate_loss(estimate, true, present, others)
+        return candidate_loss(guess, true, present, others)
 
     def _candidates(self, context: Context) -> Tensor:  # bool [B, T]
         """Tokens that could be fetched: neither the first nor in the window."""
@@ -277,5 +302,8 @@ class SketchDistill(LightningModule):
                 {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()},
                 add,
             )
-        for layer in range(shape.layers):
-            self.sketch.start(layer, moments[0, layer], moments[1, layer])
+        whitening, turn = fit_whitened(moments[0], moments[1], shape.width)
+        self.query_whitening, self.key_whitening = whitening
+        self.key_turn.copy_(turn.key)
+        group = shape.heads // shape.kv_heads
+        self.query_turn.copy_(turn.query.repeat_interleave(group, 1))
