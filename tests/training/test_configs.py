@@ -1,5 +1,6 @@
 """Every config that we ship is parsed, and its model and data are made."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,12 @@ def test_parses_and_makes_its_parts(made, path):
             assert {key: _listed(found[name][key]) for key in wanted[name]} == wanted[name]
         else:
             assert found[name] == wanted[name]
-    assert run.datamodule.max_length == settings["data"]["init_args"]["max_length"]
-    assert len(run.datamodule.sources) == len(settings["data"]["init_args"]["train"])
+    given, data = settings["data"]["init_args"], run.datamodule
+    for name in given.keys() & {"max_length", "steps", "continuation", "batch_size", "weights"}:
+        assert getattr(data, name) == given[name]
+    if "stages" in given:
+        assert [asdict(stage) for stage in data.stages] == given["stages"]
+    assert len(data.sources) == len(given["train"])
     parsed = run.config["fit"]["trainer"]
     assert parsed["use_distributed_sampler"] is False
     for name in settings["trainer"].keys() - {"strategy", "logger", "callbacks"}:
@@ -57,7 +62,8 @@ def test_parses_and_makes_its_parts(made, path):
 
 def test_a_large_model_is_sharded_by_layer(made):
     for path, layer in [("zoomr_r1_qwen_7b", "Qwen2DecoderLayer"),
-                        ("zoomr_r1_llama_8b", "LlamaDecoderLayer")]:  # fmt: skip
+                        ("zoomr_r1_llama_8b", "LlamaDecoderLayer"),
+                        ("sekv_llama31_8b", "LlamaDecoderLayer")]:  # fmt: skip
         run = made(CONFIGS / "fit" / f"{path}.yaml")
         policy = run.config_init["fit"]["trainer"]["strategy"].kwargs["auto_wrap_policy"]
         assert {kind.__name__ for kind in policy._module_classes} == {layer}
@@ -74,7 +80,7 @@ def test_a_twin_trains_like_its_original():
         if path == original or not original.exists():
             continue
         ours, theirs = (yaml.safe_load(file.read_text()) for file in (path, original))
-        for part in ("lora", "gradient_checkpointing"):
+        for part in ("lora", "gradient_checkpointing", "router", "splitter", "memory", "loss"):
             a, b = (settings["model"]["init_args"].get(part) for settings in (ours, theirs))
             assert a == b
         votes = [bool(s["model"]["init_args"].get("vote_weight")) for s in (ours, theirs)]
