@@ -144,7 +144,6 @@ def test_of_span_gives_tokens_their_spans_score() -> None:
     check_spans(of_span(score, view), expected, view)
 
 
-@pytest.mark.xfail(strict=True, reason="the order within a span starts anew at every 256th token")
 def test_first_tokens_of_a_span_come_first_wherever_it_stands() -> None:
     span = torch.arange(600)[None] // 40
     view = View(span, torch.zeros(1, 15), None, None)  # type: ignore[arg-type]
@@ -330,7 +329,6 @@ def test_device_bytes_are_what_it_says(trained: bool) -> None:
     assert device_bytes(routing) == each * B * KV
 
 
-@pytest.mark.xfail(strict=True, reason="moments of a row that joins later stay for good, uncounted")
 def test_moments_go_once_every_row_has_its_own_maps() -> None:
     routing = SketchRouting(0, WIDTH, None)
     routing.observe(torch.randn(B, KV, D, D))
@@ -339,7 +337,6 @@ def test_moments_go_once_every_row_has_its_own_maps() -> None:
     assert device_bytes(routing) == each * B * KV
 
 
-@pytest.mark.xfail(strict=True, reason="moments of keys are made in bf16 under autocast")
 def test_a_sketch_is_fitted_in_fp32_under_autocast() -> None:
     """A forward under autocast commits under autocast."""
     some, routings = torch.randn(B, KV, 30, D), []

@@ -149,7 +149,6 @@ def test_factors_are_fp32_under_autocast() -> None:
         assert all(map(torch.equal, one, two))
 
 
-@pytest.mark.xfail(strict=True, reason="the product of the factors is left to autocast")
 def test_fit_is_fp32_under_autocast() -> None:
     keys, queries = moments(), moments()
     with torch.autocast("cpu", torch.bfloat16):
@@ -334,7 +333,6 @@ def test_half_precision_and_autocast_change_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(logits(query, image_of(query, maps), codes, 40), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="image_of and logits leave autocast on: products in bf16")
 def test_products_with_codes_are_fp32_under_autocast() -> None:
     keys, projection, present = some()
     codes, query = encode(keys, projection, present), torch.randn(2, 3, 2, 4, 8)

@@ -131,6 +131,10 @@ class PolicyLayer(CacheLayerMixin):
         """Keys and values of the stored rows, in the order of ``slots.positions``."""
         return self.working_set.stored(self.slots.length)
 
+    def rows(self) -> Tensor:  # [B]
+        """Rows that a query may read, a mean where heads differ."""
+        return self.slots.count
+
     def get_seq_length(self) -> int:
         """Unused: the cache counts columns."""
         return self.slots.length
@@ -253,7 +257,7 @@ class PolicyCache(Cache, SteppedCache):
 
     def footprint(self) -> Footprint:
         """Bytes held and moved, and rows stored."""
-        counts = torch.stack([layer.slots.count for layer in self.layers]).double()
+        counts = torch.stack([layer.rows().double() for layer in self.layers])
         return Footprint(
             device_bytes=storage_bytes(self.device_tensors()),
             host_bytes=storage_bytes(self.host_tensors()),

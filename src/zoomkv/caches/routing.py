@@ -86,13 +86,15 @@ class SketchRouting(Routing):
         super().__init__(layer)
         self._width = width if trained is None else trained.width
         self._trained = trained
-        self._moments: Tensor | None = None  # [B, Hkv, D, D], until the first keys come
+        self._moments: Tensor | None = None  # [B, Hkv, D, D], host, until all rows have maps
+        self._fitted: Tensor | None = None  # bool [B], host
         self._own: Projections | None = None  # query [B, Hkv, D, W] on the device, key on the host
         self._codes: Codes | None = None
 
     def observe(self, moments: Tensor) -> None:
         """See ``Routing``."""
         if self._trained is None:
+            moments = moments.to("cpu")
             self._moments = moments if self._moments is None else self._moments + moments
 
     def extend(self, keys: Tensor, start: Tensor, present: Tensor, first: Tensor) -> None:
@@ -139,7 +141,9 @@ class SketchRouting(Routing):
     def select(self, rows: Tensor) -> None:
         """See ``Routing``."""
         if self._moments is not None:
-            self._moments = self._moments[rows.to(self._moments.device)]
+            self._moments = self._moments[rows]
+        if self._fitted is not None:
+            self._fitted = self._fitted[rows]
         if self._codes is not None:
             self._codes = self._codes.select(rows)
         if self._own is not None:
@@ -152,25 +156,29 @@ class SketchRouting(Routing):
             yield from self._codes.tensors()
         if self._own is not None:
             yield self._own.query
-        if self._moments is not None:
-            yield self._moments
 
     def host_tensors(self) -> Iterator[Tensor]:
         """See ``Routing``."""
         if self._own is not None:
             yield self._own.key
+        yield from (x for x in (self._moments, self._fitted) if x is not None)
 
     def _key_projection(self, keys: Tensor, present: Tensor, first: Tensor) -> Tensor:
         if self._trained is not None:
             return self._trained.of(self.layer).key.to(keys.device)
         if self._moments is not None and bool(first.any()):
-            found = fit(_moments(keys, present), self._moments, self._width)
+            if not bool(self._moments.isfinite().all()):
+                raise ValueError(f"layer {self.layer}: queries are not finite")
+            asked = self._moments.to(keys.device)
+            found = fit(_moments(keys, present), asked, self._width)
             query, key = found.query.to(keys.dtype), found.key.to("cpu")
-            if self._own is not None:
-                query = query.where(first[:, None, None, None], self._own.query)
-                key = key.where(first.to("cpu")[:, None, None, None], self._own.key)
-            self._own = Projections(query, key)
-            if bool(first.all()) or not bool((~first).any()):
+            first = first.to("cpu")
+            if self._own is not None and self._fitted is not None:
+                query = query.where(first[:, None, None, None].to(query.device), self._own.query)
+                key = key.where(first[:, None, None, None], self._own.key)
+                first = first | self._fitted
+            self._own, self._fitted = Projections(query, key), first
+            if bool(first.all()):
                 self._moments = None
         assert self._own is not None
         return self._own.key.to(keys.device)
@@ -231,10 +239,13 @@ class SpanOracleRouting(Routing):
 
 def of_span(score: Tensor, view: View) -> Tensor:  # [B, Hkv, G, Q, S] -> [B, Hkv, G, Q, T]
     """Gives each token the score of its span."""
-    span = view.span.clamp(min=0)[:, None, None, None].expand(*score.shape[:-1], -1)
+    span = view.span.clamp(min=0)
+    position = torch.arange(span.shape[1], device=span.device).expand_as(span)
+    first = torch.full_like(view.log_size, span.shape[1], dtype=torch.int64)
+    first = first.scatter_reduce(1, span, position, "amin").gather(1, span)
     # Where not all of a span fits, its first tokens are taken.
-    order = torch.arange(span.shape[-1], device=score.device) % 256
-    return score.gather(-1, span) - 1e-5 * order
+    order = (position - first)[:, None, None, None]
+    return score.gather(-1, span[:, None, None, None].expand(*score.shape[:-1], -1)) - 1e-5 * order
 
 
 def _moments(keys: Tensor, present: Tensor) -> Tensor:  # [B, Hkv, D, D]
@@ -242,7 +253,8 @@ def _moments(keys: Tensor, present: Tensor) -> Tensor:  # [B, Hkv, D, D]
     keys = keys.float()
     mean = (keys * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
     centred = (keys - mean) * weight
-    return centred.mT @ centred
+    with torch.autocast(keys.device.type, enabled=False):
+        return centred.mT @ centred
 
 
 TRAINING_FREE: dict[str, Callable[[int], Routing]] = {

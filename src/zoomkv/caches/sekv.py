@@ -111,7 +111,8 @@ class SeKVCache(PolicyCache):
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
                 raise ValueError(f"{option}={share!r}: give a share from 0 to below 1")
         self._coarse_share, self._anchor_share = coarse_share, anchor_share
-        if not 1 <= min_span <= max_span:
+        check_at_least("min_span", min_span, 1)
+        if check_at_least("max_span", max_span, 1) < min_span:
             raise ValueError(f"min_span={min_span}, max_span={max_span}: give 1 <= min <= max")
         self._spans = (min_span, max_span)
         if slack < min_span:
@@ -127,6 +128,8 @@ class SeKVCache(PolicyCache):
         elif router not in ("sketch", *TRAINING_FREE):
             known = ", ".join(("sketch", *TRAINING_FREE))
             raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
+        if router == "mean-key" and not coarse_share:
+            raise ValueError("router='mean-key' reads coarse entries, and coarse_share=0 has none")
         self._router: str | Sketch = router
         self.watches_prompt = router == "sketch"  # type: ignore[misc]
         check_width(width, shape.head_dim)
@@ -165,7 +168,10 @@ class SeKVCache(PolicyCache):
     ) -> Tensor:
         """See ``PolicyCache``."""
         mask = step.placements[layer].mask  # [B or 1, 1, Q, N]
-        slots = self._slots.to(query.device)
+        slots = self._slots
+        if step.real is not None and step.size == 1:
+            slots = slots * step.real[:, 0]  # a row that has ended asks for nothing
+        slots = slots.to(query.device)
         outputs = []
         for first in range(0, query.shape[2], _QUERIES):
             part = slice(first, first + _QUERIES)
@@ -209,6 +215,8 @@ class SeKVCache(PolicyCache):
         """See ``SteppedCache``: notes how little each token was expected."""
         self._meter.note(step, hidden)
         super().commit(step, hidden)
+        for layer in self.layers:
+            layer.count()
 
     def prompt_started(self, first: bool) -> None:
         """See ``PolicyCache``: until the prompt is read, nothing is bounded."""
@@ -218,6 +226,7 @@ class SeKVCache(PolicyCache):
 
     def prompt_read(self, added: Tensor) -> None:
         """See ``PolicyCache``."""
+        self._meter.settle()  # the last tokens may have come one by one
         self._join(torch.ones_like(added, dtype=torch.bool))
 
     def prepare(self, step: Step) -> None:
@@ -225,7 +234,7 @@ class SeKVCache(PolicyCache):
         beyond = self._lengths - self._covered - self._window
         due = beyond >= self._slack
         if bool(due.any()):
-            self._meter.settle()
+            self._meter.settle()  # what fails here can be tried again
             with self.moving():
                 self._join(due)
 

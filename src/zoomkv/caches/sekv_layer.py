@@ -43,6 +43,7 @@ class SeKVLayer(PolicyLayer):
         self.held: HeldRows | None = None
         self.entries: Entries | None = None
         self.asked = self.fetched = torch.zeros(0, 0, dtype=torch.int64)  # [B, Hkv]
+        self._asked_now = self._fetched_now = self.asked  # of steps that don't count yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See ``PolicyLayer``."""
@@ -50,6 +51,7 @@ class SeKVLayer(PolicyLayer):
         self.context = ContextRows(key_states, value_states, codec, self._traffic)
         self.held = HeldRows(key_states, value_states)
         self.asked = self.fetched = torch.zeros(key_states.shape[:2], dtype=torch.int64)
+        self._asked_now = self._fetched_now = self.asked
         super().lazy_initialization(key_states, value_states)
 
     def reset(self) -> None:
@@ -64,7 +66,8 @@ class SeKVLayer(PolicyLayer):
         if self.context is not None and self.held is not None:
             self.context.select(rows)
             self.held.select(rows)
-            self.asked, self.fetched = self.asked[rows], self.fetched[rows]
+            for name in ("asked", "fetched", "_asked_now", "_fetched_now"):
+                setattr(self, name, getattr(self, name)[rows])
         if self.entries is not None:
             self.entries = self.entries.select(rows)
 
@@ -81,9 +84,22 @@ class SeKVLayer(PolicyLayer):
         """See ``PolicyLayer``."""
         yield from super().host_tensors()
         yield from self.routing.host_tensors()
-        yield from (self.asked, self.fetched)
+        yield from (self.asked, self.fetched, self._asked_now, self._fetched_now)
         if self.context is not None:
             yield from self.context.tensors()
+
+    def count(self) -> None:
+        """The step that was read for counts."""
+        self.asked = self.asked + self._asked_now
+        self.fetched = self.fetched + self._fetched_now
+        self._asked_now = self._fetched_now = torch.zeros_like(self.asked)
+
+    def rows(self) -> Tensor:  # [B]
+        """See ``PolicyLayer``: exact rows, and the mean over KV heads of those fetched last."""
+        if self.held is None:
+            return super().rows()
+        held = (self.held.position >= 0).sum(-1).double().mean(-1)
+        return super().rows() + held.to("cpu")
 
     def view(self, span: Tensor, log_size: Tensor) -> View:
         """What routing may look at."""
@@ -105,7 +121,7 @@ class SeKVLayer(PolicyLayer):
         batch, entry = (torch.arange(keys.shape[2]) < count[:, None]).nonzero(as_tuple=True)
         at = (first[batch] + entry).to(keys.device)
         batch, entry = batch.to(keys.device), entry.to(keys.device)
-        total = int((first + count).max())
+        total = max(int((first + count).max()), old[0].shape[2])
 
         def grown(have: Tensor, new: Tensor) -> Tensor:
             have = F.pad(have, (0, 0, 0, total - have.shape[2]))
@@ -168,10 +184,11 @@ class SeKVLayer(PolicyLayer):
         assert self.held is not None and self.context is not None
         if wanted.shape[2] == 1:
             fetched = self.held.hold(wanted[:, :, 0], self.context)
-            self.fetched = self.fetched + fetched.to("cpu")
+            # What a step that broke off has fetched, the next one need not.
+            self._fetched_now = self._fetched_now + fetched.to("cpu")
             position = self.held.position.long()
             readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
-            self.asked = self.asked + readable.sum((2, 3)).to("cpu")
+            self._asked_now = readable.sum((2, 3)).to("cpu")
             keys, values = self.held.keys, self.held.values
         else:
             # Each query has tokens of its own: together they may be more than a step holds.

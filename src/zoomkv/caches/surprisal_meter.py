@@ -45,7 +45,11 @@ class SurprisalMeter:
         real = torch.ones_like(step.ids, dtype=torch.bool) if step.real is None else step.real
         self._pending.append((hidden.detach().clone(), step.ids.clone(), real))
         if step.size > 1:
-            self.settle()
+            try:
+                self.settle()
+            except BaseException:
+                self._pending.pop()  # the step does not count
+                raise
 
     def settle(self) -> None:
         """Measures what is pending."""
@@ -53,12 +57,10 @@ class SurprisalMeter:
             return
         fresh = [hidden for hidden, _, _ in self._pending]
         ids, real = (torch.cat([entry[i] for entry in self._pending], 1) for i in (1, 2))
-        self._pending = []
-        if self._before is None:
-            self._before = (fresh[0][:, :1], ids[:, :1])
+        before = self._before or (fresh[0][:, :1], ids[:, :1])
         known = (self.measured > 0)[:, None]
-        states = torch.cat([self._before[0], *fresh], 1)
-        ids = torch.cat([self._before[1], ids], 1)
+        states = torch.cat([before[0], *fresh], 1)
+        ids = torch.cat([before[1], ids], 1)
         real = torch.cat([known, real], 1)
         nats = surprisal(self._head, states, ids, real).to("cpu")
         column, row = torch.arange(ids.shape[1]), torch.arange(len(ids))
@@ -74,6 +76,7 @@ class SurprisalMeter:
         batch, at = (real & (column > 0)).nonzero(as_tuple=True)
         self.nats[batch, position[batch, at]] = nats[batch, at]
         self.measured = self.measured + real[:, 1:].sum(1)
+        self._pending = []
 
     def state_bytes(self) -> int:
         """Device bytes of one token's state."""

@@ -123,7 +123,8 @@ def fit(key_moments: Tensor, query_moments: Tensor, width: int) -> Projections:
         ``query`` and ``key``, ``[..., D, W]``. The images of the keys have about equal variance.
     """
     whitening, turn = fit_whitened(key_moments, query_moments, width)
-    return Projections(whitening.query @ turn.query, whitening.key @ turn.key)
+    with torch.autocast(key_moments.device.type, enabled=False):
+        return Projections(whitening.query @ turn.query, whitening.key @ turn.key)
 
 
 @torch.no_grad()
@@ -198,7 +199,8 @@ def image_of(query: Tensor, projection: Tensor) -> Tensor:
         query: Scaled.
         projection: Of the queries, ``[B or 1, Hkv, G or 1, D, W]``.
     """
-    return query.float() @ projection.float()
+    with torch.autocast(query.device.type, enabled=False):
+        return query.float() @ projection.float()
 
 
 def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
@@ -213,17 +215,18 @@ def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
     Returns:
         fp32 ``[B, Hkv, G, Q, length]``.
     """
-    batch, heads, group, rows, width = image.shape
-    image = (image * codes.step[:, :, None, None]).reshape(batch, heads, group * rows, width)
-    constant = query.float().reshape(batch, heads, group * rows, -1) @ codes.mean[..., None]
-    constant = constant - image.sum(-1, keepdim=True) * ((LEVELS - 1) / 2)
-    packed = codes.packed[..., :length]
-    low, high = image.split(width // 2, dim=-1)
-    # A byte is its low half and 16 times its high one.
-    out = low @ packed.to(image.dtype)
-    out += (high - LEVELS * low) @ (packed >> 4).to(image.dtype)
-    out += constant
-    return out.view(batch, heads, group, rows, length)
+    with torch.autocast(image.device.type, enabled=False):
+        batch, heads, group, rows, width = image.shape
+        image = (image * codes.step[:, :, None, None]).reshape(batch, heads, group * rows, width)
+        constant = query.float().reshape(batch, heads, group * rows, -1) @ codes.mean[..., None]
+        constant = constant - image.sum(-1, keepdim=True) * ((LEVELS - 1) / 2)
+        packed = codes.packed[..., :length]
+        low, high = image.split(width // 2, dim=-1)
+        # A byte is its low half and 16 times its high one.
+        out = low @ packed.to(image.dtype)
+        out += (high - LEVELS * low) @ (packed >> 4).to(image.dtype)
+        out += constant
+        return out.view(batch, heads, group, rows, length)
 
 
 def _image(

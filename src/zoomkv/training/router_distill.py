@@ -186,11 +186,11 @@ class RouterDistill(LightningModule):
     how it moves the gates above.
 
     Logged: ``train/loss``, ``train/kl``, ``train/zoom``, ``train/spectrum``, ``train/cost``,
-    ``train/opened`` and ``train/agreement``; of rows chosen alike, ``val/kl``, ``val/agreement``
-    (same first token),
-    ``val/auroc`` of gates and ``val/f1`` of decisions against what is needed, ``val/opened`` (share
-    of spans), ``val/rank`` (sum of a span's gates) and ``val/error`` (Frobenius norm that rebuilt
-    spans lack once negligible components are gone).
+    ``train/opened`` and ``train/agreement``. Of validation texts, their rows chosen alike:
+    ``val/kl``, ``val/agreement`` (same first token), ``val/auroc`` of gates and ``val/f1`` of
+    decisions against what is needed, ``val/opened`` (share of spans), ``val/rank`` (sum of a span's
+    gates) and ``val/error`` (Frobenius norm that rebuilt spans lack once negligible components are
+    gone, over that of the rows).
 
     Args:
         base: Hub id, local folder, GGUF file or ``smollm2-135m``.
