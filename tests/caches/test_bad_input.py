@@ -87,7 +87,10 @@ def test_registry() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "policy").glob("*.yaml")), ids=str)
-def test_policy_files_are_the_constructors_arguments(model: Any, tools: Any, path: Path) -> None:
+def test_policy_files_are_the_constructors_arguments(
+    tiny_llama: Any, tools: Any, path: Path
+) -> None:
+    model = tiny_llama(head_dim=16)  # as wide as the defaults need
     options = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert options == options_of(path.stem)  # the files show the defaults
     make_cache(path.stem, model, tools.TOKENIZER, tools.DELIMITERS, **options)

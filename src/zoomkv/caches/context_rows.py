@@ -58,7 +58,9 @@ class ContextRows:
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows."""
-        self._parts = tuple(part[rows] for part in self._parts)
+        pinned = self._device.type == "cuda"
+        parts = (part[rows] for part in self._parts)
+        self._parts = tuple(part.pin_memory() if pinned else part for part in parts)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is allocated."""

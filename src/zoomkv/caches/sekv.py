@@ -121,17 +121,10 @@ class SeKVCache(PolicyCache):
             raise ValueError(
                 f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
             )
-        if router is None:
-            router = attached_router(model) or "sketch"
-        if isinstance(router, Sketch):
-            check_fits(router.shape, shape)
-        elif router not in ("sketch", *TRAINING_FREE):
-            known = ", ".join(("sketch", *TRAINING_FREE))
-            raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
-        if router == "mean-key" and not coarse_share:
+        self._router = _check_router(router or attached_router(model) or "sketch", shape)
+        if self._router == "mean-key" and not coarse_share:
             raise ValueError("router='mean-key' reads coarse entries, and coarse_share=0 has none")
-        self._router: str | Sketch = router
-        self.watches_prompt = router == "sketch"  # type: ignore[misc]
+        self.watches_prompt = self._router == "sketch"  # type: ignore[misc]
         check_width(width, shape.head_dim)
         self._width = width
         self._meter = SurprisalMeter(model.get_output_embeddings())
@@ -482,13 +475,19 @@ class SeKVCache(PolicyCache):
         return super().__deepcopy__(memo)
 
 
-def check_fits(of_router: Any, of_model: ModelShape) -> None:
-    """Checks that a router was made for heads like a model's.
+def _check_router(router: Any, of_model: ModelShape) -> str | Sketch:
+    """Returns a router, or the name of one, that can serve a model.
 
     Raises:
-        ValueError: It was not; says where they differ.
+        ValueError: There is none of that name, or it was made for other heads.
     """
+    if not isinstance(router, Sketch):
+        if router not in ("sketch", *TRAINING_FREE):
+            known = ", ".join(("sketch", *TRAINING_FREE))
+            raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
+        return str(router)
     for name in ("layers", "heads", "kv_heads", "head_dim"):
-        made, has = getattr(of_router, name), getattr(of_model, name)
+        made, has = getattr(router.shape, name), getattr(of_model, name)
         if made != has:
             raise ValueError(f"router: made for {name}={made}, this model has {has}")
+    return router
