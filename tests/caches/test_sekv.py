@@ -266,7 +266,7 @@ def test_attention_is_as_written_out(model: Any, tools: Any, router: str) -> Non
         ({"router": "oracle", "residency": "streamed"}, {"exact", "coarse", "read"}),
         ({"router": "oracle", "budget": 0.6}, {"exact", "coarse", "read"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_options_leave_attention_as_written_out(
     model: Any, tools: Any, options: dict[str, Any], kinds: set[str]

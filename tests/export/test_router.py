@@ -115,6 +115,14 @@ def test_weights_of_another_width_are_refused(run: tuple[Path, Sketch], tmp_path
         read_router(folder, read_artifact(folder))
 
 
+def test_a_form_that_no_cache_knows_is_refused(run: tuple[Path, Sketch], tmp_path: Path) -> None:
+    saved = torch.load(run[0], weights_only=True)
+    saved[METADATA]["form"] = "paper"
+    torch.save(saved, run[0])
+    with pytest.raises(ValueError, match="form 'paper' can be trained, but no cache decodes"):
+        export_checkpoint(run[0], tmp_path / "artifact")
+
+
 def test_a_missing_router_is_named(run: tuple[Path, Sketch], tmp_path: Path) -> None:
     folder = tmp_path / "artifact"
     export_checkpoint(run[0], folder)

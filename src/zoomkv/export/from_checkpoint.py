@@ -97,6 +97,11 @@ def _adapter(
 def _router(
     path: Path, metadata: dict[str, Any], weights: dict[str, Any], model: Any, tokenizer: Any
 ) -> _Weights:
+    if metadata["form"] != "sketch":
+        raise ValueError(
+            f"{path}: a router of the form '{metadata['form']}' can be trained, but no cache "
+            "decodes with it yet; export one of SketchDistill"
+        )
     router = {"form": metadata["form"], **metadata["router"]}
     sketch = Sketch(**metadata["router"])
     maps = {name: value for name, value in weights.items() if name.startswith("sketch.")}
