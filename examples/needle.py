@@ -24,7 +24,7 @@ COLUMNS = ("cache", "found", "device peak", "of full", "host", "seconds")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", default="smollm2-135m", help="model, or artifact of ours")
+    parser.add_argument("--checkpoint", default="checkpoints/sekv-smollm2-135m")
     parser.add_argument("--length", type=int, default=4096, help="tokens of document and question")
     parser.add_argument("--budget", type=float, default=0.1, help="share of full KV")
     parser.add_argument("--seed", type=int, default=2026)

@@ -172,3 +172,18 @@ def test_bench_runs_the_script_of_a_checkout(tmp_path, monkeypatch, capsys):
     assert main(["bench", "decode", "--tokens", "3"]) == 3
     assert main(["bench", "memory"]) == 2
     assert "no benchmark 'memory': choose from decode" in capsys.readouterr().err
+
+
+def test_values_may_be_written_as_in_the_policy_files():
+    from zoomkv.cli.parser import option
+
+    assert option("recent=null") == ("recent", None)
+    assert option("count-prefix=true") == ("count_prefix", True)
+    assert option("budget=0.5") == ("budget", 0.5)
+
+
+def test_stdin_may_be_named_last():
+    from zoomkv.cli.generate import _parser
+
+    parsed = _parser().parse_intermixed_args(["m", "--policy", "h2o", "-o", "recent=4", "-"])
+    assert (parsed.model, parsed.stdin, parsed.policy) == ("m", "-", "h2o")

@@ -230,3 +230,22 @@ def test_pad_id_inside_the_prompt_is_an_ordinary_token(tiny_llama: Any) -> None:
         )
         assert cache.seen == 30 and cache.lengths.tolist() == [30]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("given", [64, 0.1, "64"])
+def test_an_option_in_the_tokenizers_place_is_told(model: Any, given: Any) -> None:
+    with pytest.raises(ValueError, match=r"streaming_llm.*is no tokenizer; name options"):
+        make_cache("streaming_llm", model, given)
+
+
+def test_a_budget_that_is_too_small_says_what_is_enough(model: Any, tools: Any) -> None:
+    options = {"recent": 4, "window": 4, "kernel": 3, "n_sink": 2, "count_prefix": True}
+    cache = make_cache("snapkv", model, budget=8, **options)
+    with pytest.raises(ValueError, match="indexes them take") as told, torch.no_grad():
+        tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
+    enough = int(str(told.value).split("take ")[1].split(";")[0])
+    cache = make_cache("snapkv", model, budget=enough, **options)
+    tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
+    cache = make_cache("snapkv", model, budget=enough - 1, **options)
+    with pytest.raises(ValueError, match=f"take {enough}; raise it"):
+        tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))

@@ -163,10 +163,13 @@ class EvictingCache(PolicyCache):
             return capacity.maximum(needed)  # a short text's share may be too small for anything
         if bool((short := capacity < needed).any()):
             at = int(short.nonzero()[0])
+            each = row + layer.side_bytes + slots.bytes_per_row
+            least = -(-int((needed - (0 if self._count_prefix else prefix))[at]) * each // row)
+            if self._count_prefix:
+                least += -(-self.overhead() // (row * self.shape.kv_heads * self.shape.layers))
             raise ValueError(
-                f"budget={self._budget.value}: without what indexes the rows "
-                f"it falls short by {int((needed - capacity)[at])} rows of the "
-                f"{int(needed[at])} that it must hold; raise it"
+                f"budget={self._budget.value}: the rows that must stay and what indexes them take "
+                f"{least}; raise it"
             )
         return capacity
 

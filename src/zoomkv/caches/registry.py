@@ -107,6 +107,8 @@ def make_cache(
         ValueError: Unknown policy, unknown option, or a value out of range.
     """
     check_options(name, options)
+    if isinstance(tokenizer, str | int | float):
+        raise ValueError(f"policy '{name}': {tokenizer!r} is no tokenizer; name options: budget=64")
     cls = policy_class(name)
     accepted = _parameters(cls)
     if "tokenizer" in accepted:

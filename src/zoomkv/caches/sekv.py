@@ -39,6 +39,7 @@ from zoomkv.modules.reader import Part
 from zoomkv.modules.sketch import Sketch, check_width
 from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, span_sums, span_weights
 
+_SERIOUS = 20  # texts that are shorter than so many windows may exceed a share
 _INDEX_BYTES = 4  # of a fetched row
 _QUERIES = 32  # of a later prompt that read together: each has tokens of its own
 
@@ -406,19 +407,29 @@ class SeKVCache(PolicyCache):
         self.overflow = torch.where(due, (-room).clamp(min=0).long(), self.overflow)
         slots = (room / ((unit + _INDEX_BYTES) * everywhere)).floor().long().clamp(min=0)
         self._slots = torch.where(due, slots.minimum(inside), self._slots)
-        if self._span.shape[1] and bool((self.overflow > 0).any()) and not self._told:
-            self._told = True
-            warnings.warn(
-                f"sekv: what must stay on the device exceeds the budget by "
-                f"{int(self.overflow.max())} bytes",
-                stacklevel=2,
-            )
+        self._tell_overflow(exact)
         ceiling = max(int(exact.max()), self.slots.length)
         self.slots.limit(ceiling)
         for layer in self.layers:
             layer.working_set.limit(ceiling)
             if layer.held is not None:
                 layer.held.resize(self._slots)
+
+    def _tell_overflow(self, exact: Tensor) -> None:  # [B]
+        """Says once that the budget can't be kept; of a share, not before it comes to something."""
+        serious = self.overflow > 0
+        if isinstance(self._budget.value, float):
+            serious = serious & (self._lengths > _SERIOUS * exact)
+        if self._told or not self._span.shape[1] or not bool(serious.any()):
+            return
+        self._told = True
+        unit = self._row_bytes() * self.shape.layers * self.shape.kv_heads
+        warnings.warn(
+            f"sekv: what must stay on the device exceeds the budget by "
+            f"{int(self.overflow.max())} bytes ({-(-int(self.overflow.max()) // unit)} rows); "
+            "raise budget, or lower window and slack",
+            stacklevel=2,
+        )
 
     def _rows(self) -> Tensor:  # [B]
         """What the budget allows. Buffers change when tokens join, so a share may be exact."""

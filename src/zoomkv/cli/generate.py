@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 
 def main(argv: Sequence[str]) -> None:
     """Streams one answer to stdout, and what it cost to stderr."""
-    arguments = _parser().parse_args(argv[1:])
+    arguments = _parser().parse_intermixed_args(argv[1:])
     options, sampling = _options(arguments), _sampling(arguments)
     prompt = _prompt(arguments)
     import torch
@@ -68,7 +68,12 @@ def _parser() -> Parser:
         metavar="NAME",
         help=f"cache policy, by default the artifact's own, or full; one of {', '.join(names())}",
     )
-    add("--budget", type=_number, metavar="N", help="rows, or a share of the full cache")
+    add(
+        "--budget",
+        type=_number,
+        metavar="N",
+        help="rows, or a share of the full cache; what it counts, the policy says",
+    )
     add(
         "-o",
         "--option",

@@ -6,6 +6,8 @@ import argparse
 import ast
 from typing import Any, NoReturn
 
+_WORDS = {"true": "True", "false": "False", "null": "None"}
+
 
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` of ``zoomkv NAME`` that raises ``ValueError`` on wrong usage."""
@@ -25,9 +27,9 @@ def positive_int(text: str) -> int:
 
 
 def literal(text: str) -> Any:
-    """A Python literal (256, 0.1, true, None), or the text itself."""
+    """A Python literal (256, 0.1, None) or a word of YAML (true, null), or the text itself."""
     try:
-        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+        return ast.literal_eval(_WORDS.get(text, text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
