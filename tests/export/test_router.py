@@ -15,7 +15,7 @@ from zoomkv.cli import main
 from zoomkv.export.artifact import read_artifact, read_router
 from zoomkv.export.from_checkpoint import METADATA, export_checkpoint
 from zoomkv.generation import Generator, load
-from zoomkv.modules.sketch import Sketch
+from zoomkv.modules.sketch import Sketch, SketchShape
 
 
 @pytest.fixture
@@ -129,3 +129,14 @@ def test_a_missing_router_is_named(run: tuple[Path, Sketch], tmp_path: Path) -> 
     (folder / "router.safetensors").unlink()
     with pytest.raises(ValueError, match=r"router\.safetensors is missing"):
         load(str(folder))
+
+
+def test_the_router_that_we_ship_is_whole() -> None:
+    folder = Path(__file__).parents[2] / "checkpoints" / "sekv-smollm2-135m"
+    artifact = read_artifact(folder)
+    assert (artifact.method, artifact.base) == ("sekv", "smollm2-135m")
+    router = read_router(folder, artifact)
+    assert isinstance(router, Sketch)
+    assert router.shape == SketchShape(30, 9, 3, 64, 16)
+    for value in router.parameters():
+        assert value.isfinite().all() and value.flatten(2).abs().amax(-1).gt(0).all()
