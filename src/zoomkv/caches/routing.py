@@ -100,13 +100,14 @@ class SketchRouting(Routing):
     def extend(self, keys: Tensor, start: Tensor, present: Tensor, first: Tensor) -> None:
         """See ``Routing``."""
         projection = self._key_projection(keys, present, first)
-        new = encode(keys, projection, present)
-        old = self._codes
-        if old is not None:
+        old = like = self._codes
+        if old is not None and bool(first.any()):
             # Who has codes already goes on with their levels.
-            step = torch.where(first[:, None, None], new.step, old.step)
-            mean = torch.where(first[:, None, None], new.mean, old.mean)
-            new = encode(keys, projection, present, Codes(old.packed, step, mean))
+            own = encode(keys, projection, present)
+            step = torch.where(first[:, None, None], own.step, old.step)
+            mean = torch.where(first[:, None, None], own.mean, old.mean)
+            like = Codes(old.packed, step, mean)
+        new = encode(keys, projection, present, like)
         packed = new.packed[..., :0] if old is None else old.packed
         end = int((start + present.sum(1).to("cpu")).max())
         packed = F.pad(packed, (0, max(end - packed.shape[3], 0)))
