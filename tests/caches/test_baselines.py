@@ -48,6 +48,7 @@ class Recorder:
         self._new: dict[int, list[Tensor]] = {}
         self._update, self._commit, self._watch = cache.update, cache.commit, cache.watch
         cache.update, cache.commit, cache.watch = self.update, self.commit, self.watch
+        self._read, cache.read = cache.read, self.read
         for slots, layers in cache.groups:
             self._spy_on(slots, [layer.number for layer in layers])
 
@@ -58,6 +59,10 @@ class Recorder:
     def watch(self, step: Any, layer: int, query: Tensor, key: Tensor) -> Any:
         self._new[layer].append(query)
         return self._watch(step, layer, query, key)
+
+    def read(self, step: Any, layer: int, query: Tensor, *rest: Any) -> Tensor:
+        self._new[layer].append(query)
+        return self._read(step, layer, query, *rest)
 
     def commit(self, step: Any, hidden: Tensor) -> None:
         for row in range(step.ids.shape[0]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zoomkv.ops.attention import grouped_attention
+from zoomkv.ops.attention import attention_weights, grouped_attention
 from zoomkv.ops.attention_reference import attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -61,6 +61,23 @@ def test_masked(shape, length, per_head, dtype) -> None:
         got = grouped_attention(query, key, value, form)
         assert got.dtype == dtype and got.shape == query.shape
         torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_weights_are_those_of_the_output(shape, masked, dtype) -> None:
+    query, key, value = states(*shape, 1, 11, dtype)
+    mask = some_rows(shape[0], 1, 1, 11) if masked else None
+    output, weights = attention_weights(query, key, value, mask, scale=0.3)
+    expected = attention_reference(query, key, value, mask, scale=0.3)
+    assert output.dtype == dtype and weights.dtype == torch.float32
+    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=0)
+    every = weights.flatten(1, 2)[..., None, :]  # [B, H, 1, T]
+    spread = value.float().repeat_interleave(shape[1] // shape[2], 1)
+    torch.testing.assert_close(every @ spread, expected, atol=TOLERANCE[dtype], rtol=0)
+    if mask is not None:
+        assert bool((every.masked_select(~mask) == 0).all())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

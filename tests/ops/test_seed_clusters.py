@@ -94,7 +94,7 @@ def test_products_in_bands(reach: int) -> None:
         for column in range(reach):
             other = row - (reach - column)
             want = full[:, :, row, other] if other >= 0 else torch.zeros(2, 3)
-            torch.testing.assert_close(band[:, :, column, row], want)
+            torch.testing.assert_close(band[:, :, row, column], want)
 
 
 def test_nothing_is_merged_above_the_target_and_like_keys_first() -> None:

@@ -21,6 +21,7 @@ from zoomkv.caches.budget import check_at_least, check_flag
 from zoomkv.caches.decoding import DecodingCache
 from zoomkv.caches.evicting import EvictingLayer
 from zoomkv.caches.slots import Moves, Slots
+from zoomkv.ops.attention import attention_weights
 from zoomkv.ops.observed import attention_received
 
 _GROWTH = 64
@@ -127,7 +128,7 @@ class H2OCache(DecodingCache):
     """
 
     name = "h2o"
-    watches_prompt = watches_decoding = True
+    watches_prompt = True
 
     def __init__(
         self,
@@ -154,9 +155,37 @@ class H2OCache(DecodingCache):
         place = step.placements[layer]
         return attention_received(query, key, place.stored, place.mask, step.real)
 
+    @property
+    def reads_itself(self) -> bool:
+        """See ``PolicyCache``: attention's own weights are what is summed, so they are kept."""
+        return not self._in_prompt
+
+    def read(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,  # [B, H, 1, D]
+        key: Tensor,  # [B, Hkv, T, D]
+        value: Tensor,  # [B, Hkv, T, D]
+        scaling: float,
+    ) -> Tensor:  # [B, H, 1, D]
+        """See ``PolicyCache``."""
+        output, weights = attention_weights(
+            query, key, value, step.placements[layer].mask, scaling
+        )
+        received = weights.sum(2)
+        if step.real is not None:
+            received.masked_fill_(~step.real[:, :, None].to(received.device), 0.0)
+        step.observations.append(received)
+        return output
+
     def watched(self, step: Step) -> None:
         """See ``PolicyCache``."""
         self.received.add(step, self.layers[0].slots.ceiling)
+
+    def decoded(self, step: Step, hidden: Tensor) -> None:
+        """See ``PolicyCache``."""
+        self.watched(step)
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""

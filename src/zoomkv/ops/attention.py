@@ -49,6 +49,37 @@ def grouped_attention(
     return out.to(query.dtype)
 
 
+def attention_weights(
+    query: Tensor,  # [B, H, 1, D]
+    key: Tensor,  # [B, Hkv, T, D]
+    value: Tensor,  # [B, Hkv, T, D]
+    mask: Tensor | None = None,  # bool [B, 1 or Hkv, 1, T]
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # [B, H, 1, D], fp32 [B, Hkv, G, T]
+    """Attention of one query, and its weights: for what needs both, at the price of one.
+
+    Products are in the query's dtype, as in ``grouped_attention``, the softmax in fp32.
+
+    Args:
+        query: As in ``grouped_attention``, and so are the others.
+        key: Keys of all rows that may be read.
+        value: Values of the same rows.
+        mask: What is read, something for each query; None: everything.
+        scale: Factor on the scores; 1 / sqrt(D) by default.
+    """
+    batch, heads, _, width = query.shape
+    kv_heads = key.shape[1]
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    scale = width**-0.5 if scale is None else scale
+    grouped = (query * scale).reshape(batch, kv_heads, heads // kv_heads, width)
+    scores = grouped @ key.transpose(-1, -2)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    output = weights.to(value.dtype) @ value
+    return output.reshape(batch, heads, 1, width), weights
+
+
 def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
     """Joins masks without adding two large negatives, which overflows in half precision."""
     if mask is None:

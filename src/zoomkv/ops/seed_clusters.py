@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_WORD = 64  # bits
 _HALVINGS = 8  # of the interval [-1, 1] in which a threshold is looked for
 
 
@@ -43,56 +44,77 @@ def seed_clusters(
     behind = (rows - torch.searchsorted(chunk, chunk)).where(free, 0)
     reach = max(1, min(reach, int(behind.max())))
     cosine = _banded(F.normalize(keys.float(), dim=-1), reach)
-    joined = _behind(chunk, reach) == chunk[:, :, None]
-    joined &= _behind(free, reach) & free[:, :, None]
-    over = (count - target).clamp(min=0).minimum(_taken(joined).sum(-1).amin(1))[:, None]
+    same = _behind(chunk, reach) == chunk[..., None]
+    same &= _behind(free, reach) & free[..., None]
+    cosine = cosine.masked_fill_(~same, -torch.inf)
+    nothing = cosine.new_full(keys.shape[:2], -1.01)
+    over = (count - target).clamp(min=0)
+    over = over.minimum(_taken(cosine > nothing[..., None, None]).sum(-1).amin(1))[:, None]
 
-    low = cosine.new_full(keys.shape[:2], -1.01)
-    high = torch.ones_like(low)
+    low, high = nothing, torch.ones_like(nothing)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        enough = _taken(joined & (cosine > middle[..., None, None])).sum(-1) >= over
+        enough = _taken(cosine > middle[..., None, None]).sum(-1) >= over
         low, high = low.where(~enough, middle), high.where(enough, middle)
-    near = joined & (cosine > low[..., None, None])
+    near = cosine > low[..., None, None]
     taken = _taken(near)
 
     by = near & _behind(~taken, reach)
-    first = by.view(torch.uint8).argmax(2, keepdim=True)  # seeds take in order
-    fit = cosine.gather(2, first)[:, :, 0].masked_fill(~taken, torch.inf)
+    first = by.view(torch.uint8).argmax(-1, keepdim=True)  # seeds take in order
+    fit = cosine.gather(-1, first)[..., 0].masked_fill(~taken, torch.inf)
     spare = (taken.sum(-1) - over)[..., None]
     worst = torch.zeros_like(taken).scatter_(
         -1, fit.argsort(dim=-1, stable=True), (rows < spare).expand_as(taken)
     )
-    seed = rows - (reach - first[:, :, 0])
+    seed = rows - (reach - first[..., 0])
     return torch.where(taken & ~worst, seed, rows), count - over[:, 0]
 
 
-def _taken(near: Tensor) -> Tensor:  # bool [B, h, W, R] -> bool [B, h, R]
+def _taken(near: Tensor) -> Tensor:  # bool [B, h, R, W] -> bool [B, h, R]
     """Rows that a seed takes, if it takes all that are near.
 
-    A row is a seed unless an earlier seed is near; so it is known once the earlier ones are.
+    A row is a seed unless an earlier seed is near; so it is known once the earlier ones are. What
+    is near is packed into bits, so that a round costs little.
     """
-    reach = near.shape[2]
-    seed = ~_any(near)
+    near = _packed(near)
+    words = near.shape[-1]
+    seed = (near == 0).all(-1)
     taken = torch.zeros_like(seed)
-    while bool((unknown := ~(seed | taken)).any()):
-        taken = taken | unknown & _any(near & _behind(seed, reach))
-        waits = _any(near & _behind(~(seed | taken), reach))
+    while not bool((known := seed | taken).all()):
+        taken = taken | ~known & (near & _window(seed, words)).any(-1)
+        waits = (near & _window(~(seed | taken), words)).any(-1)
         seed = seed | ~(taken | waits)
     return taken
 
 
-def _any(x: Tensor) -> Tensor:  # bool [B, h, W, R] -> bool [B, h, R]
-    """Like ``x.any(2)``, and several times as quick."""
-    return x.view(torch.uint8).amax(2).view(torch.bool)
+def _packed(x: Tensor) -> Tensor:  # bool [..., W] -> int64 [..., words]
+    """Bits of the last dimension, the last one highest; zeros in front fill the first word."""
+    x = F.pad(x, (-x.shape[-1] % _WORD, 0)) if x.shape[-1] % _WORD else x.contiguous()
+    # The product brings the lowest bits of eight bytes together in the highest byte.
+    eights = (x.view(torch.int64) * 0x0102040810204080) >> 56
+    return eights.to(torch.uint8).view(torch.int64)
 
 
-def _behind(x: Tensor, reach: int) -> Tensor:  # [B, h, R] -> view [B, h, W, R]
-    """What stands ``W`` to 1 rows behind each row, zeros before the first."""
-    return F.pad(x, (reach, -1)).unfold(-1, x.shape[-1], 1)
+def _window(x: Tensor, words: int) -> Tensor:  # bool [B, h, R] -> int64 [B, h, R, words]
+    """The rows before each, packed as by ``_packed``: the one just before it is the highest bit."""
+    bits, width = _shifted(x.long(), 1), 1
+    while width < _WORD:
+        bits = _shifted(bits, width) | bits << width
+        width *= 2
+    return torch.stack([_shifted(bits, n * _WORD) for n in reversed(range(words))], -1)
 
 
-def _banded(unit: Tensor, reach: int) -> Tensor:  # [B, h, R, D] -> [B, h, W, R]
+def _shifted(x: Tensor, by: int) -> Tensor:  # [B, h, R]
+    """What stands so many rows before each, zeros before the first."""
+    return F.pad(x, (by, 0))[..., : x.shape[-1]] if by else x
+
+
+def _behind(x: Tensor, reach: int) -> Tensor:  # [B, h, R] -> view [B, h, R, W]
+    """What stands ``W`` to 1 rows before each row, zeros before the first."""
+    return F.pad(x, (reach, -1)).unfold(-1, reach, 1)
+
+
+def _banded(unit: Tensor, reach: int) -> Tensor:  # [B, h, R, D] -> [B, h, R, W]
     """Products of each row with those behind it, zeros before the first."""
     batch, heads, rows, width = unit.shape
     blocks = -(-rows // reach)
@@ -104,5 +126,4 @@ def _banded(unit: Tensor, reach: int) -> Tensor:  # [B, h, R, D] -> [B, h, W, R]
     band = product.as_strided(
         (batch, heads, blocks, reach, reach), (*step[:3], step[3] + step[4], step[4])
     )
-    band = band.reshape(batch, heads, blocks * reach, reach)[:, :, :rows]
-    return band.transpose(2, 3).contiguous()
+    return band.reshape(batch, heads, blocks * reach, reach)[:, :, :rows].contiguous()
