@@ -187,6 +187,23 @@ class SeKVCache(PolicyCache):
             exact[batch, head, held.position[batch, head, slot].long()] = True
         return exact
 
+    def coarse(self, layer: int) -> Tensor:  # bool [B, Hkv, longest row]
+        """Which positions the last query read in a span's coarse entry: none of its tokens was
+        fetched, so none of these positions is ``readable``."""
+        total, own = int(self._lengths.max()) if len(self._lengths) else 0, self.layers[layer]
+        batch, heads = len(self._lengths), self.shape.kv_heads
+        if own.entries is None or own.held is None:
+            return torch.zeros(batch, heads, total, dtype=torch.bool, device=self._device)
+        span = F.pad(self._span, (0, total - self._span.shape[1]), value=-1)
+        span = span[:, None].expand(-1, heads, -1)
+        held = own.held.position.long()
+        of = span.gather(2, held.clamp(min=0)).where(held >= 0, self._log_size.shape[1])
+        opened = torch.zeros(
+            batch, heads, self._log_size.shape[1] + 1, dtype=torch.bool, device=span.device
+        )
+        opened.scatter_(2, of, True)
+        return (span >= 0) & ~opened.gather(2, span.clamp(min=0))
+
     def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> Tensor | None:
         """See ``PolicyCache``: second moments of the queries ``[B, Hkv, D, D]``."""
         if not bool((self._covered == SINKS).any()):

@@ -135,6 +135,13 @@ class SentenceKVCache(RetrievingCache):
         if bool(due.any()):
             self._select(due)
 
+    def chosen(self, layer: int) -> Tensor:  # bool [B, Hkv, longest row]
+        """Which readable positions the last selection chose by their sentences' scores."""
+        read = self.readable(layer)
+        position = torch.arange(read.shape[-1], device=read.device)
+        newest = (self._selected - self._recent).to(read.device)[:, None, None]
+        return read & (position >= self._first) & (position < newest)
+
     def prompt_started(self, first: bool) -> None:
         """See ``PolicyCache``: what was being written is a sentence, finished or not."""
         if not first:
