@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from zoomkv.backbone.prefill import prefill
 from zoomkv.data.needles import Needle, NeedleShape, needle
-from zoomkv.evaluation import needle as module
+from zoomkv.evaluation import answering as module
 from zoomkv.evaluation.needle import (
     Attempt,
     NeedleArm,

@@ -8,18 +8,13 @@ those that evict while decoding do without ``count_prefix``, keeps the whole con
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
-
-from zoomkv.backbone.prefill import prefill
-from zoomkv.caches.base import Footprint, PolicyCache
 from zoomkv.data.needles import Needle
+from zoomkv.evaluation import answering
+from zoomkv.evaluation.answering import Reply, answer
 from zoomkv.evaluation.recording import Recording
 from zoomkv.evaluation.statistics import wilson
 from zoomkv.generation import Generator
@@ -153,8 +148,8 @@ def answer_recorded(
     """
     ids = recording.ids[0].tolist()
     parts = [[ids]] if protocol == "inside" else [[ids[:context]], [ids[context:]]]
-    (answer,), meter = _answer(generator, parts, max_new_tokens, recording)
-    return _attempt(needle, answer, meter, 1)
+    (reply,) = answer(generator, parts, max_new_tokens, recording)
+    return _attempt(needle, reply)
 
 
 def run_needles(
@@ -191,23 +186,16 @@ def run_needles(
             parts = [[context + question for context, question in prompts]]
         else:
             parts = [[context for context, _ in prompts], [question for _, question in prompts]]
-        begun = time.perf_counter()
-        answers, meter = _answer(generator, parts, max_new_tokens)
-        arm.seconds += time.perf_counter() - begun
-        arm.attempts += [
-            _attempt(needle, answer, meter, len(batch))
-            for needle, answer in zip(batch, answers, strict=True)
-        ]
+        replies = answer(generator, parts, max_new_tokens)
+        arm.seconds += sum(reply.seconds for reply in replies)
+        arm.attempts += map(_attempt, batch, replies)
         yield arm
 
 
 def split_prompt(
     generator: Generator, needle: Needle, opening: bool
 ) -> tuple[list[int], list[int]]:
-    """The prompt's tokens, cut where the question begins.
-
-    Together they are what the generator feeds for the whole prompt: a token that holds the end of
-    the context and the beginning of the question goes with the question.
+    """A needle's tokens, cut where the question begins; see ``answering.split_prompt``.
 
     Args:
         generator: Gives chat template and tokenizer.
@@ -217,115 +205,21 @@ def split_prompt(
     Raises:
         ValueError: The chat template rewrites the question.
     """
-    text = generator.render(needle.prompt)
-    end = text.rfind(f"\n{needle.question}")
-    if end < 0:
-        raise ValueError("the chat template rewrites prompts, so the question can't be told apart")
-    if opening:
-        text += needle.opening if generator.chat else f" {needle.opening}"
-    encoded = generator.tokenizer(
-        text, add_special_tokens=not generator.chat, return_offsets_mapping=True
-    )
-    ids = encoded["input_ids"]
-    first = next(at for at, (_, stop) in enumerate(encoded["offset_mapping"]) if stop > end)
-    return ids[:first], ids[first:]
+    begun = needle.opening if opening else ""
+    return answering.split_prompt(generator, needle.prompt, needle.question, begun)
 
 
-def _attempt(
-    needle: Needle, answer: tuple[str, list[int], bool], meter: _Meter, batch: int
-) -> Attempt:
-    text, ids, finished = answer
+def _attempt(needle: Needle, reply: Reply) -> Attempt:
     return Attempt(
         id=needle.id,
         kind=needle.kind,
         length=needle.length,
         depths=needle.depths,
-        found=string_match(text, needle.answers),
-        text=text,
-        ids=ids,
-        finished=finished,
-        device_bytes_mean=meter.device_bytes_mean / batch,
-        device_bytes_peak=meter.device_bytes_peak / batch,
-        host_bytes=meter.host_bytes / batch,
+        found=string_match(reply.text, needle.answers),
+        text=reply.text,
+        ids=reply.ids,
+        finished=reply.finished,
+        device_bytes_mean=reply.device_bytes_mean,
+        device_bytes_peak=reply.device_bytes_peak,
+        host_bytes=reply.host_bytes,
     )
-
-
-class _Meter(StoppingCriteria):
-    """Reads a cache's footprint after every forward of a generation; never stops it."""
-
-    def __init__(self, cache: PolicyCache) -> None:
-        self.cache = cache
-        self.before: list[Footprint] = []
-        self.steps: list[Footprint] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.steps.append(self.cache.footprint())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    @property
-    def device_bytes_mean(self) -> float:
-        return sum(reading.device_bytes for reading in self.steps) / len(self.steps)
-
-    @property
-    def device_bytes_peak(self) -> int:
-        return max(reading.device_bytes for reading in self.before + self.steps)
-
-    @property
-    def host_bytes(self) -> int:
-        return max(reading.host_bytes for reading in self.before + self.steps)
-
-
-def _answer(
-    generator: Generator,
-    parts: list[list[list[int]]],
-    max_new_tokens: int,
-    recording: Recording | None = None,
-) -> tuple[list[tuple[str, list[int], bool]], _Meter]:
-    """Text, ids and whether it ended, for each row; ``parts`` are prompts one after the other."""
-    model, tokenizer, cache = generator.model, generator.tokenizer, generator.new_cache()
-    eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    ends = [eos] if isinstance(eos, int) else list(eos or [])
-    cache.set_eos(ends, tokenizer.pad_token_id)
-    meter = _Meter(cache)
-    padded = [_padded(rows, tokenizer.pad_token_id) for rows in parts]
-    ids = torch.cat([ids for ids, _ in padded], 1).to(model.device)  # [B, columns]
-    mask = torch.cat([mask for _, mask in padded], 1).to(model.device)  # [B, columns]
-    with torch.inference_mode():
-        for part, _ in padded[:-1]:
-            columns = cache.seen + part.shape[1]
-            if recording is None:
-                prefill(model, cache, ids[:, cache.seen : columns], mask[:, :columns])
-            else:
-                cache.expect_prompt(columns)
-                recording.feed(cache, columns)
-            meter.before.append(cache.footprint())
-        cache.expect_prompt(ids.shape[1])
-        if recording is not None and not cache.seen:
-            recording.feed(cache, ids.shape[1] - 1)  # generate reads the last token itself
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            cache=cache,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=ends,
-            pad_token_id=tokenizer.pad_token_id,
-            do_sample=False,
-            # The model's own sampling defaults would only raise warnings.
-            **dict.fromkeys(("temperature", "top_p", "top_k")),
-            stopping_criteria=StoppingCriteriaList([meter]),
-        )
-    answers = []
-    for row in output[:, ids.shape[1] :].tolist():
-        end = next((at for at, token in enumerate(row) if token in ends), None)
-        row = row if end is None else row[: end + 1]
-        answers.append((tokenizer.decode(row, skip_special_tokens=True), row, end is not None))
-    return answers, meter
-
-
-def _padded(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:  # 2 x [B, T]
-    """Ids padded on the left, and 0 where padding is."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
