@@ -30,8 +30,9 @@ from rich.progress import Progress, TextColumn
 from zoomkv.caches.tiers import storage_bytes
 from zoomkv.data.ledger import LedgerShape, ledgers
 from zoomkv.data.traces import Trace
+from zoomkv.evaluation.budgets import matching
 from zoomkv.evaluation.fidelity import fidelity, full_log_probs
-from zoomkv.evaluation.recall import Arm, matching, run_arm
+from zoomkv.evaluation.recall import Arm, run_arm
 from zoomkv.evaluation.replay import replayed_bytes
 from zoomkv.evaluation.statistics import mcnemar
 from zoomkv.generation import Generator, load
@@ -202,6 +203,10 @@ def _ablation_arms(budgets: list[int]) -> Arms:
         arms[f"{sampling} {first}"] = ("beacon_kv", {"budget": first, "sampling": sampling})
     for budget in budgets:
         arms[f"initial+recent {budget}"] = ("initial_recent", {"budget": budget})
+        if budget > 128:  # its prompt counts
+            for interval in (1, 8, 16):
+                options = {"budget": budget, "interval": interval}
+                arms[f"sentences every {interval} {budget}"] = ("sentence_kv", options)
     return arms
 
 

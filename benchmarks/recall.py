@@ -23,7 +23,8 @@ from rich.progress import Progress, TextColumn
 
 from zoomkv.data.ledger import LedgerShape, ledgers
 from zoomkv.data.traces import Trace
-from zoomkv.evaluation.recall import Arm, matching, run_arm
+from zoomkv.evaluation.budgets import matching
+from zoomkv.evaluation.recall import Arm, run_arm
 from zoomkv.evaluation.replay import replayed_bytes
 from zoomkv.evaluation.statistics import mcnemar
 from zoomkv.generation import Generator, load

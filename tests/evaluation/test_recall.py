@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zoomkv.data.ledger import LedgerShape, ledgers
-from zoomkv.evaluation.recall import matching, run_arm
+from zoomkv.evaluation.budgets import matching
+from zoomkv.evaluation.recall import run_arm
 from zoomkv.generation import Answer
 
 LEDGERS = list(ledgers(6, seed=4, shape=LedgerShape(steps=(3, 4))))

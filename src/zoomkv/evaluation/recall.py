@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,45 +103,6 @@ def run_arm(
         arm.agreeability.append(stats.agreeability)
         arm.seconds += stats.seconds
         yield arm
-
-
-def matching(
-    measure: Callable[[int], float],
-    target: float,
-    first_guess: int,
-    tolerance: float = 0.005,
-    rounds: int = 12,
-) -> int:
-    """The value at which a policy takes as many device bytes as another.
-
-    Args:
-        measure: Device bytes at a value of the option, such as a window or a budget in rows; they
-            must grow with it.
-        target: Device bytes to come to.
-        first_guess: Where to begin.
-        tolerance: Relative distance from the target that will do.
-        rounds: Most measurements.
-    """
-    value = first_guess
-    tried: dict[int, float] = {}
-    while value not in tried and len(tried) < rounds:
-        tried[value] = measure(value)
-        if abs(tried[value] / target - 1) <= tolerance:
-            return value
-        value = _next_guess(tried, target)
-    return min(tried, key=lambda tried_value: abs(tried[tried_value] - target))
-
-
-def _next_guess(tried: dict[int, float], target: float) -> int:
-    """Along the line through the two measurements nearest to the target."""
-    near = sorted(tried, key=lambda value: abs(tried[value] - target))[:2]
-    if len(near) == 1:
-        return max(1, round(near[0] * target / tried[near[0]]))
-    low, high = sorted(near)
-    slope = (tried[high] - tried[low]) / (high - low)
-    if slope <= 0:
-        return max(1, round(near[0] * target / tried[near[0]]))
-    return max(1, round(near[0] + (target - tried[near[0]]) / slope))
 
 
 def _mark(arm: Arm, ledger: Trace, answer: Answer) -> None:

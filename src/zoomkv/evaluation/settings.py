@@ -1,0 +1,285 @@
+"""What an evaluation is to do: settings from YAML, overridden by options. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+Protocol = Literal["inside", "unknown"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ArmSettings:
+    """One policy of a comparison."""
+
+    policy: str
+    """Its registered name."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Where they differ from the defaults; for an artifact's own policy, from the artifact's."""
+    label: str = ""
+    """How tables name it; by default the policy and its options."""
+    model: str | None = None
+    """An artifact or base of its own, if not the run's."""
+    budgets: tuple[int | float, ...] | None = None
+    """Instead of the run's."""
+    match: tuple[str, ...] = ()
+    """Policies that also run at this arm's bytes, on its model."""
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            told = [f"{name}={value}" for name, value in self.options.items()]
+            object.__setattr__(self, "label", " ".join([self.policy, *told]))
+        _check_budgets(f"policies: {self.label}: budgets", self.budgets or ())
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """One task of a comparison."""
+
+    task: str
+    """Its registered name."""
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    """How results name it; by default the task's own name."""
+    n: int | None = None
+    """Questions, instead of the run's."""
+    lengths: tuple[int | None, ...] | None = None
+    """Instead of the run's; ``[null]`` for a task that has no length."""
+    batch_size: int | None = None
+    """Instead of the run's."""
+    policies: tuple[str, ...] = ()
+    """Labels or policies that answer it; all, if none are named."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.task)
+        for name in ("n", "batch_size"):
+            if getattr(self, name) is not None:
+                _check_count(f"tasks: {self.name}: {name}", getattr(self, name))
+        for length in self.lengths or ():
+            if length is not None:
+                _check_count(f"tasks: {self.name}: lengths", length)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the figures of an evaluation."""
+
+    model: str = "smollm2-135m"
+    """An artifact or a base model."""
+    precision: str = "fp32"
+    """Of the base."""
+    policies: tuple[ArmSettings, ...] = (ArmSettings("full"),)
+    budgets: tuple[int | float, ...] = (0.1,)
+    """Shares of full KV, or rows, for each policy that has a budget."""
+    tasks: tuple[TaskSettings, ...] = (TaskSettings("needle"),)
+    lengths: tuple[int, ...] = (1024,)
+    """Tokens of prompts."""
+    protocols: tuple[Protocol, ...] = ("unknown", "inside")
+    """When the question comes, where a prompt is a text and then a question."""
+    n: int = 10
+    """Questions for each task, length and seed."""
+    seeds: tuple[int, ...] = (0,)
+    batch_size: int = 8
+    """Of prompts that are no text with a question: those are read once and answered one by one."""
+
+    def __post_init__(self) -> None:
+        for name in ("n", "batch_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("policies", "tasks", "lengths", "protocols", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: name at least one")
+        for length in self.lengths:
+            _check_count("lengths", length)
+        for seed in self.seeds:
+            if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+                raise ValueError(f"seeds: {seed!r} is no whole number of at least 0")
+        for protocol in self.protocols:
+            if protocol not in get_args(Protocol):
+                known = ", ".join(get_args(Protocol))
+                raise ValueError(f"protocols: {protocol!r}: choose from {known}")
+        _check_budgets("budgets", self.budgets)
+        _check_distinct("policies", [arm.label for arm in self.policies], "label")
+        _check_distinct("tasks", [task.name for task in self.tasks], "name")
+        for task in self.tasks:
+            for wanted in task.policies:
+                if not any(wanted in (arm.label, arm.policy) for arm in self.policies):
+                    raise ValueError(
+                        f"tasks: {task.name}: there is no policy {wanted!r} in the run"
+                    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str = "settings") -> Settings:
+        """Settings from what a YAML file holds.
+
+        Policies and tasks may be plain names.
+
+        Raises:
+            ValueError: An unknown setting, or a value of another kind.
+        """
+        found = dict(given)
+        _check_names(cls, found, where)
+        for name, kind, first in (
+            ("policies", ArmSettings, "policy"),
+            ("tasks", TaskSettings, "task"),
+        ):
+            if name in found:
+                found[name] = tuple(
+                    _part(kind, first, each, f"{where}: {name}")
+                    for each in _listed(found[name], f"{where}: {name}")
+                )
+        return _made(cls, found, where)
+
+    @classmethod
+    def read(cls, path: str) -> Settings:
+        """Settings from a YAML file.
+
+        Raises:
+            ValueError: It can't be read, or is not what settings look like.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"--config {path}: there is no such file") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"--config {path}: can't be read ({error})") from None
+        if not isinstance(found or {}, dict):
+            raise ValueError(f"--config {path}: write NAME: VALUE lines")
+        return cls.of(found or {}, f"--config {path}")
+
+    def with_policies(self, names: Sequence[str]) -> Settings:
+        """Only these policies: the arms of that label or policy, or the policy with its defaults.
+
+        Tasks that name policies keep those that are left; tasks with none left are dropped.
+        """
+        arms: list[ArmSettings] = []
+        for name in names:
+            known = [arm for arm in self.policies if name in (arm.label, arm.policy)]
+            arms += [arm for arm in known or [ArmSettings(name)] if arm not in arms]
+        left = {word for arm in arms for word in (arm.label, arm.policy)}
+        tasks = []
+        for task in self.tasks:
+            kept = tuple(name for name in task.policies if name in left)
+            if kept or not task.policies:
+                tasks.append(replace(task, policies=kept))
+        return replace(self, policies=tuple(arms), tasks=tuple(tasks))
+
+    def with_tasks(self, names: Sequence[str]) -> Settings:
+        """Only these tasks: those of that name, or the task with its defaults."""
+        tasks: list[TaskSettings] = []
+        for name in names:
+            known = [task for task in self.tasks if name in (task.name, task.task)]
+            tasks += [task for task in known or [TaskSettings(name)] if task not in tasks]
+        return replace(self, tasks=tuple(tasks))
+
+    def with_lengths(self, lengths: Sequence[int]) -> Settings:
+        """These lengths, for every task that has any."""
+        tasks = tuple(
+            task if task.lengths and None in task.lengths else replace(task, lengths=None)
+            for task in self.tasks
+        )
+        return replace(self, lengths=tuple(lengths), tasks=tasks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as JSON gives them back."""
+        return _plain(asdict(self))
+
+
+def first_difference(old: Any, new: Any, name: str = "") -> str | None:
+    """One line that names the first setting in which two dictionaries differ, or None."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            inner = f"{name}.{key}" if name else str(key)
+            if found := first_difference(old.get(key), new.get(key), inner):
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for at, (one, other) in enumerate(zip(old, new, strict=True)):
+            if found := first_difference(one, other, f"{name}[{at}]"):
+                return found
+        return None
+    return None if old == new else f"{name}: {_short(old)} there, {_short(new)} now"
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What may have been meant, to end an error with."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = f"there are: {', '.join(known)}"
+    return f": did you mean {near[0]!r}? ({listed})" if near else f"; {listed}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _part(kind: type[T], first: str, given: Any, where: str) -> T:
+    if isinstance(given, str):
+        given = {first: given}
+    if not isinstance(given, dict) or not isinstance(given.get(first), str):
+        raise ValueError(
+            f"{where}: {_short(given)}: write a name, or {first}: NAME and its options"
+        )
+    where = f"{where}: {given[first]}"
+    _check_names(kind, given, where)
+    if not isinstance(given.get("options", {}), dict):
+        raise ValueError(f"{where}: options: write NAME: VALUE pairs")
+    return _made(kind, dict(given), where)
+
+
+def _made(kind: type[T], given: dict[str, Any], where: str) -> T:
+    """An instance whose lists are tuples, after a check of what each field may be."""
+    for each in fields(kind):  # type: ignore[arg-type]
+        if each.name not in given:
+            continue
+        value, wanted = given[each.name], str(each.type)
+        if wanted.startswith("tuple"):
+            if value is not None or "None" not in wanted:
+                given[each.name] = tuple(_listed(value, f"{where}: {each.name}"))
+        elif wanted.startswith("str") and not isinstance(value, str):
+            if value is not None or "None" not in wanted:
+                raise ValueError(f"{where}: {each.name}: {_short(value)} is no text")
+    return kind(**given)
+
+
+def _listed(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}: {_short(value)}: write a list")
+    return list(value)
+
+
+def _check_names(kind: type, given: Mapping[str, Any], where: str) -> None:
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}: no setting {name!r}{hint(str(name), known)}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least 1")
+
+
+def _check_budgets(name: str, budgets: Sequence[Any]) -> None:
+    for budget in budgets:
+        number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if not number or budget <= 0 or (isinstance(budget, float) and budget > 1):
+            raise ValueError(f"{name}: {budget!r}: give a share in (0, 1], or rows")
+
+
+def _check_distinct(name: str, labels: list[str], which: str) -> None:
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{name}: {twice!r} is there twice: give one of them another {which}")
