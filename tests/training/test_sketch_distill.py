@@ -14,8 +14,8 @@ from zoomkv.data.long_stream import Stage
 from zoomkv.export.from_checkpoint import METADATA, export_checkpoint
 from zoomkv.generation import load
 from zoomkv.losses.attention import candidate_loss, captured
+from zoomkv.training.partial_module import OptimizerOptions
 from zoomkv.training.sketch_distill import SketchDistill
-from zoomkv.training.summary_sft import OptimizerOptions
 
 
 class Losses(Callback):

@@ -14,10 +14,10 @@ from zoomkv.data.collate import collate
 from zoomkv.data.render import KINDS, SOLUTION, SUMMARY, THOUGHT, Renderer
 from zoomkv.data.sources import LedgerSource, TraceSource
 from zoomkv.spans.thoughts import Delimiters
+from zoomkv.training.partial_module import OptimizerOptions
 from zoomkv.training.schedules import cosine_with_warmup
 from zoomkv.training.summary_sft import (
     LoraOptions,
-    OptimizerOptions,
     SummarySFT,
     is_well_formed,
 )

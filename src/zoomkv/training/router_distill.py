@@ -8,18 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from lightning import LightningModule
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 
-from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
+from zoomkv.backbone.fingerprint import fingerprint
 from zoomkv.backbone.load import QUANTISED, Precision, load_base, load_tokenizer
 from zoomkv.backbone.rotary import rotary_of
 from zoomkv.backbone.teacher import Context, continue_with, far_rows, read_context, teach
-from zoomkv.export.from_checkpoint import METADATA
 from zoomkv.losses.cost import rank_cost, zoom_cost
 from zoomkv.losses.distillation import distillation, first_token_agreement
 from zoomkv.losses.spectrum import spectral_loss
@@ -29,15 +26,8 @@ from zoomkv.modules.router import Router, RouterShape
 from zoomkv.modules.soft_reader import soft_read
 from zoomkv.ops.lowrank import Method
 from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, paper_spans, span_weights
-from zoomkv.training.checkpointing import (
-    check_options,
-    check_trained,
-    keep_trained,
-    rewind_to_step,
-    trained_names,
-)
-from zoomkv.training.schedules import cosine_with_warmup
-from zoomkv.training.summary_sft import OptimizerOptions
+from zoomkv.training.checkpointing import trained_names
+from zoomkv.training.partial_module import OptimizerOptions, PartialModule
 
 _ROWS_OF_LOGITS = 256  # that exist at once, of student and teacher
 # Gates crowd near 1, so the thresholds that AUROC is measured at are even in logits.
@@ -168,7 +158,7 @@ class _Outcome:
     agreement: Tensor  # [n]
 
 
-class RouterDistill(LightningModule):
+class RouterDistill(PartialModule):
     """Trains a ``Router`` so that a frozen model says behind spans what it says behind a context.
 
     The context is read once, cut into spans and put into a memory of each layer; the continuation
@@ -226,7 +216,6 @@ class RouterDistill(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.strict_loading = False  # checkpoints lack the frozen weights: see check_trained
         # Plain types, so that a checkpoint can be read with weights_only.
         self.router_options = _made(RouterOptions, router)
         self.splitter = _made(SplitOptions, splitter)
@@ -253,11 +242,8 @@ class RouterDistill(LightningModule):
         self.base, self.precision, self.attention = base, precision, attention
         self.rows, self.far_window, self.seed = rows, far_window, seed
         self.tokenizer = load_tokenizer(base)
-        self.model: Any = None
         self.router: Any = None
-        self.fingerprint: dict[str, str | None] = {}
         self._shape: dict[str, Any] = {}
-        self._trained: set[str] = set()
         self.measured = torch.nn.ModuleDict(
             {name: MeanMetric() for name in ("kl", "agreement", "opened", "rank", "error")}
             | {"auroc": BinaryAUROC(thresholds=_AUROC_LOGITS.sigmoid()), "f1": BinaryF1Score()}
@@ -283,7 +269,7 @@ class RouterDistill(LightningModule):
             )
         self._shape = asdict(self.router.shape)
         # Now, since a strategy may wrap modules later and change the names.
-        self._trained = trained_names(self)
+        self.kept = trained_names(self)
 
     def on_fit_start(self) -> None:
         self.model.eval()
@@ -345,81 +331,24 @@ class RouterDistill(LightningModule):
             if not value.isnan() and not self.trainer.sanity_checking:
                 self.log(f"val/{name}", value, prog_bar=name == "kl", sync_dist=False)
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """As Lightning does, but for FSDP, where only the sharded root knows the whole norm."""
-        root: Any = self.trainer.strategy.model
-        if gradient_clip_val and hasattr(root, "clip_grad_norm_"):
-            root.clip_grad_norm_(gradient_clip_val)
-        else:
-            super().configure_gradient_clipping(
-                optimizer, gradient_clip_val, gradient_clip_algorithm
-            )
-
-    def configure_optimizers(self) -> Any:
-        options = self.optimizer
-        trained = [value for value in self.parameters() if value.requires_grad]
-        settings: dict[str, Any] = {
-            "lr": options.lr,
-            "betas": tuple(options.betas),
-            "weight_decay": options.weight_decay,
-        }
-        optimizer: Optimizer
-        if options.eight_bit:
-            from bitsandbytes.optim import AdamW8bit
-
-            optimizer = AdamW8bit(trained, **settings)
-        else:
-            optimizer = AdamW(trained, **settings)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = cosine_with_warmup(optimizer, steps, options.warmup, options.floor)
+    def metadata(self) -> dict[str, Any]:
+        """See ``PartialModule``."""
         return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained(self._trained, checkpoint)
-        rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        checkpoint[METADATA] = {
             "method": "sekv",
             "form": "paper",
-            "base": self.base,
-            "precision": self.precision,
-            "fingerprint": dict(self.fingerprint),
             "router": self._shape,
             "splitter": self._splits(),
             "memory": asdict(self.memory),
-            "steps": self.trainer.global_step,
-            "metrics": metrics,
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint that does not fit.
-
-        Raises:
-            ValueError: Of another training, base, splitter or router; or, where a training is
-                resumed, made with other options, which the optimizer's state would override.
-        """
-        told = checkpoint.get(METADATA)
-        if told is None or told.get("form") != "paper":
-            raise ValueError("checkpoint: not one of a router that zoomkv fit has distilled")
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            check_options(dict(self.hparams), checkpoint)
-        if difference := describe_mismatch(told["fingerprint"], self.fingerprint):
-            raise ValueError(f"checkpoint: trained on another base: {difference}")
+    def check_metadata(self, told: dict[str, Any]) -> None:
+        """See ``PartialModule``: router and splitter must be the same."""
         for what, ours in (("router", self._shape), ("splitter", self._splits())):
             for name, value in ours.items():
                 if (theirs := told[what].get(name)) != value:
                     raise ValueError(
                         f"checkpoint: made with {what}.{name}={theirs}, here it is {value}"
                     )
-        check_trained(self._trained, checkpoint)
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -6,28 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from lightning import LightningModule
 from torch import Tensor
-from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
+from zoomkv.backbone.fingerprint import fingerprint
 from zoomkv.backbone.load import Precision, load_base, load_tokenizer
 from zoomkv.backbone.teacher import Context, continue_with, read_context
-from zoomkv.export.from_checkpoint import METADATA
 from zoomkv.losses.attention import candidate_loss, captured
 from zoomkv.modules.sketch import Projections, Sketch, estimate, fit_whitened
 from zoomkv.ops.attention import grouped_attention
 from zoomkv.spans.surprisal import SINKS
-from zoomkv.training.checkpointing import (
-    check_options,
-    check_trained,
-    keep_trained,
-    rewind_to_step,
-)
-from zoomkv.training.schedules import cosine_with_warmup
-from zoomkv.training.summary_sft import OptimizerOptions
+from zoomkv.training.partial_module import OptimizerOptions, PartialModule
 
 _KEPT = {
     "query_turn",
@@ -39,7 +29,7 @@ _KEPT = {
 }
 
 
-class SketchDistill(LightningModule):
+class SketchDistill(PartialModule):
     """Trains a ``Sketch`` to rank the tokens of a context as the frozen model's attention does.
 
     The context is read first and knows nothing of what follows. The supervised rows of the
@@ -84,7 +74,6 @@ class SketchDistill(LightningModule):
         for name, value in (("rows", rows), ("fetched", fetched), ("calibration", calibration)):
             if value < 1:
                 raise ValueError(f"model.{name}={value}: choose at least 1")
-        self.strict_loading = False  # checkpoints lack the frozen weights: see check_trained
         optimizer = OptimizerOptions(**optimizer) if isinstance(optimizer, dict) else optimizer
         self.save_hyperparameters(
             {
@@ -104,8 +93,7 @@ class SketchDistill(LightningModule):
         self.width, self.window, self.rows, self.fetched = width, window, rows, fetched
         self.calibration, self.optimizer, self.seed = calibration, optimizer, seed
         self.tokenizer = load_tokenizer(base)
-        self.model: Any = None
-        self.fingerprint: dict[str, str | None] = {}
+        self.kept = _KEPT
         self.val_loss, self.val_captured = MeanMetric(), MeanMetric()
 
     def configure_model(self) -> None:
@@ -163,55 +151,18 @@ class SketchDistill(LightningModule):
             self.log(f"val/{name}", metric.compute(), prog_bar=True, sync_dist=False)
             metric.reset()
 
-    def configure_optimizers(self) -> Any:
-        options = self.optimizer
-        settings: dict[str, Any] = {
-            "lr": options.lr,
-            "betas": tuple(options.betas),
-            "weight_decay": options.weight_decay,
-        }
-        optimizer = AdamW([self.query_turn, self.key_turn], **settings)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = cosine_with_warmup(optimizer, steps, options.warmup, options.floor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+    def metadata(self) -> dict[str, Any]:
+        """See ``PartialModule``."""
+        return {"method": "sekv", "form": "sketch", "router": asdict(self.sketch.shape)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """See ``PartialModule``: with the maps that the turns come to."""
         for layer in range(self.sketch.shape.layers):
             maps = self.maps(layer)
             self.sketch.query[layer].copy_(maps.query.detach().flatten(0, 1))
             self.sketch.key[layer].copy_(maps.key.detach())
         checkpoint["state_dict"] = self.state_dict()
-        keep_trained(_KEPT, checkpoint)
-        rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        checkpoint[METADATA] = {
-            "method": "sekv",
-            "form": "sketch",
-            "base": self.base,
-            "precision": self.precision,
-            "fingerprint": dict(self.fingerprint),
-            "router": asdict(self.sketch.shape),
-            "steps": self.trainer.global_step,
-            "metrics": metrics,
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint that does not fit.
-
-        Raises:
-            ValueError: Of another base or other weights; or, where a training is resumed, made
-                with other options, which the optimizer's state would silently override.
-        """
-        if METADATA not in checkpoint:
-            raise ValueError("checkpoint: not one of zoomkv fit")
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            check_options(dict(self.hparams), checkpoint)
-        if difference := describe_mismatch(checkpoint[METADATA]["fingerprint"], self.fingerprint):
-            raise ValueError(f"checkpoint: trained on another base: {difference}")
-        check_trained(_KEPT, checkpoint)
+        super().on_save_checkpoint(checkpoint)
 
     def maps(self, layer: int) -> Projections:
         """A layer's maps as they are now: query ``[Hkv, G, D, W]`` and key ``[Hkv, D, W]``."""

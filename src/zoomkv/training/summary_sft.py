@@ -9,29 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from zoomkv.backbone.adapter import LINEAR_LAYERS, add_adapter, load_trained
 from zoomkv.backbone.delimiters import add_to_tokenizer
-from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
+from zoomkv.backbone.fingerprint import fingerprint
 from zoomkv.backbone.load import QUANTISED, Precision, load_base, load_tokenizer
 from zoomkv.backbone.voters import AttentionInput, attention_inputs
 from zoomkv.data.render import KINDS, NOTHING, SOLUTION, SUMMARY, THOUGHT
-from zoomkv.export.from_checkpoint import METADATA, read_checkpoint
+from zoomkv.export.from_checkpoint import read_checkpoint
 from zoomkv.losses.cross_entropy import token_nll
 from zoomkv.losses.votes import vote_loss
 from zoomkv.spans.thoughts import Delimiters, parse
-from zoomkv.training.checkpointing import (
-    check_options,
-    check_trained,
-    keep_trained,
-    rewind_to_step,
-    trained_names,
-)
-from zoomkv.training.schedules import cosine_with_warmup
+from zoomkv.training.checkpointing import trained_names
+from zoomkv.training.partial_module import OptimizerOptions, PartialModule
 
 LEARNT = (THOUGHT, SUMMARY, SOLUTION)
 """Kinds of tokens that are learnt, and measured apart."""
@@ -52,24 +45,6 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
-    """AdamW with a cosine schedule."""
-
-    lr: float = 1e-4
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the moments."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    warmup: float = 0.03
-    """Share of the steps that warm up linearly."""
-    floor: float = 0.0
-    """Share of the peak that is left at the end."""
-    eight_bit: bool = False
-    """Keep the moments in 8 bits (bitsandbytes)."""
-
-
-@dataclass(frozen=True)
 class GenerationOptions:
     """How validation answers problems."""
 
@@ -79,7 +54,7 @@ class GenerationOptions:
     """Problems answered together."""
 
 
-class SummarySFT(LightningModule):
+class SummarySFT(PartialModule):
     """LoRA fine-tuning on traces with summaries (ZoomR section 3.2).
 
     Trained are the adapters and the embedding rows of the two delimiters (output rows too, where
@@ -118,7 +93,6 @@ class SummarySFT(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.strict_loading = False  # checkpoints lack the frozen weights: see check_trained
         # Plain types, so that a checkpoint can be read with weights_only.
         lora = LoraOptions(**lora) if isinstance(lora, dict) else lora
         optimizer = OptimizerOptions(**optimizer) if isinstance(optimizer, dict) else optimizer
@@ -145,9 +119,6 @@ class SummarySFT(LightningModule):
         self.gradient_checkpointing, self.seed = gradient_checkpointing, seed
         self.tokenizer = load_tokenizer(base)
         self.delimiter_ids = add_to_tokenizer(self.tokenizer)
-        self.model: Any = None
-        self.fingerprint: dict[str, str | None] = {}
-        self._trained: set[str] = set()
         self._window_tokens = 0
         self.nll = torch.nn.ModuleDict({KINDS[kind]: MeanMetric() for kind in LEARNT})
         self.well_formed, self.right = MeanMetric(), MeanMetric()
@@ -169,7 +140,7 @@ class SummarySFT(LightningModule):
             load_trained(self.model, read_checkpoint(Path(self.start))[1])
         self.model.train()
         # Now, since a strategy may wrap modules later and change the names.
-        self._trained = trained_names(self)
+        self.kept = trained_names(self)
 
     def on_fit_start(self) -> None:
         # from_pretrained gives a model in evaluation mode, and Lightning keeps what it finds.
@@ -213,21 +184,6 @@ class SummarySFT(LightningModule):
                 if value.grad is not None:
                     value.grad.mul_(scale)
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """As Lightning does, but for FSDP, where only the sharded root knows the whole norm."""
-        root: Any = self.trainer.strategy.model
-        if gradient_clip_val and hasattr(root, "clip_grad_norm_"):
-            root.clip_grad_norm_(gradient_clip_val)
-        else:
-            super().configure_gradient_clipping(
-                optimizer, gradient_clip_val, gradient_clip_algorithm
-            )
-
     def validation_step(
         self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -252,58 +208,13 @@ class SummarySFT(LightningModule):
                 shown = value.exp() if "perplexity" in name else value
                 self.log(name, shown, prog_bar="perplexity" not in name, sync_dist=False)
 
-    def configure_optimizers(self) -> Any:
-        options = self.optimizer
-        trained = [value for value in self.parameters() if value.requires_grad]
-        settings: dict[str, Any] = {
-            "lr": options.lr,
-            "betas": tuple(options.betas),
-            "weight_decay": options.weight_decay,
-        }
-        optimizer: Optimizer
-        if options.eight_bit:
-            from bitsandbytes.optim import AdamW8bit
-
-            optimizer = AdamW8bit(trained, **settings)
-        else:
-            optimizer = AdamW(trained, **settings)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = cosine_with_warmup(optimizer, steps, options.warmup, options.floor)
+    def metadata(self) -> dict[str, Any]:
+        """See ``PartialModule``."""
         return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained(self._trained, checkpoint)
-        rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        checkpoint[METADATA] = {
             "method": "zoomr",
-            "base": self.base,
-            "precision": self.precision,
-            "fingerprint": dict(self.fingerprint),
             "lora": {**asdict(self.lora), "targets": list(self.lora.targets)},
             "delimiter_ids": list(self.delimiter_ids),
-            "steps": self.trainer.global_step,
-            "metrics": metrics,
         }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint that does not fit.
-
-        Raises:
-            ValueError: Of another base or other weights; or, where a training is resumed, made
-                with other options, which the optimizer's state would silently override.
-        """
-        if METADATA not in checkpoint:
-            raise ValueError("checkpoint: not one of zoomkv fit")
-        resumed = self._trainer is not None and self.trainer.state.fn == "fit"
-        if resumed:
-            check_options(dict(self.hparams), checkpoint)
-        if difference := describe_mismatch(checkpoint[METADATA]["fingerprint"], self.fingerprint):
-            raise ValueError(f"checkpoint: trained on another base: {difference}")
-        check_trained(self._trained, checkpoint)
 
     def _nll(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         inner = self.model.get_base_model()
