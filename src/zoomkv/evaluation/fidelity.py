@@ -33,6 +33,28 @@ class Fidelity:
             "top1_error": float(same.std()) / root if len(same) > 1 else float("nan"),
         }
 
+    def curve(self, row: int = 0, width: int = 16) -> dict[str, list[float]]:
+        """The agreement along one answer, as JSON can hold it.
+
+        Args:
+            row: Which text.
+            width: Tokens that are taken together; fewer at the answer's end.
+
+        Returns:
+            ``position`` of each bin's first token, counted from 0 at the answer's first, and the
+            bin's mean ``kl`` in nats and ``top1``. Positions of different texts are the same ones.
+
+        Raises:
+            ValueError: A width below 1.
+        """
+        if width < 1:
+            raise ValueError(f"width={width}: choose at least 1 token")
+        return {
+            "position": [float(first) for first in range(0, len(self.kl[row]), width)],
+            "kl": [float(part.mean()) for part in self.kl[row].double().split(width)],
+            "top1": [float(part.mean()) for part in self.same[row].double().split(width)],
+        }
+
 
 @torch.inference_mode()
 def full_log_probs(

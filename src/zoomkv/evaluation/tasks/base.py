@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,45 @@ class Task(Protocol):
 
     def mark(self, question: Question, text: str) -> Mark:
         """Marks what was generated; the opening is not in it."""
+        ...
+
+
+@runtime_checkable
+class Measure(Protocol):
+    """A source of questions whose answers are known, to be fed through a policy's cache.
+
+    Nothing is generated under the policy, so there is no text to mark. Whoever runs one asks for
+    ``questions``, has each ``prepared`` once, and then measures every policy on what came out.
+    """
+
+    def questions(
+        self, n: int, length: int | None, seed: int, count: Callable[[str], int]
+    ) -> list[Question]:
+        """As ``Task.questions``."""
+        ...
+
+    def prepared(self, question: Question, generator: Any) -> Question:
+        """The same question, whose ``reference`` holds token ids by name: ``prompt``, ``answer``.
+
+        Args:
+            question: One of ``questions``.
+            generator: A ``Generator`` of policy ``full``.
+        """
+        ...
+
+    def measure(
+        self,
+        question: Question,
+        model: Any,
+        cache: Any,
+        watch: Callable[[int, int], None] | None = None,
+    ) -> Mark:
+        """What comes of feeding the answer, token by token, through a cache.
+
+        Args:
+            question: Prepared.
+            model: Attached.
+            cache: A policy's, new and empty; its footprint may be read in ``watch`` and afterwards.
+            watch: Called after each step with the number of steps done and of all.
+        """
         ...
