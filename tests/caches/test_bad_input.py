@@ -1,5 +1,6 @@
 """Faults that users hit, each with its one clear line."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import yaml
 
 import zoomkv
+from zoomkv.caches.evicting import EvictingCache
 from zoomkv.caches.registry import (
     POLICIES,
     make_cache,
@@ -238,14 +240,51 @@ def test_an_option_in_the_tokenizers_place_is_told(model: Any, given: Any) -> No
         make_cache("streaming_llm", model, given)
 
 
-def test_a_budget_that_is_too_small_says_what_is_enough(model: Any, tools: Any) -> None:
+def enough(error: pytest.ExceptionInfo[ValueError]) -> int:
+    """What a refusal says is enough."""
+    found = re.search(r"needs at least (\d+) rows", str(error.value))
+    assert found is not None and "\n" not in str(error.value)
+    return int(found[1])
+
+
+@pytest.mark.one_model
+def test_the_smallest_budget_serves_and_less_is_refused_at_once(bench: Any, tools: Any) -> None:
+    if "budget" not in options_of(bench.policy.name):
+        pytest.skip("without a budget")
+    with pytest.raises(ValueError, match="needs at least") as told:
+        bench.cache(budget=0)
+    rows = enough(told)
+    with pytest.raises(ValueError, match=f"budget={rows - 1}: this policy needs at least {rows} "):
+        bench.cache(budget=rows - 1)
+    cache = bench.cache(budget=rows)
+    mask = torch.ones(2, 30, dtype=torch.int64)
+    mask[1, :11] = 0
+    logits, _ = tools.run(
+        bench.model, cache, tools.prompt_ids(2, 30), tools.scripted_ids(2, 40), mask
+    )
+    assert logits.isfinite().all()
+    if isinstance(cache, EvictingCache) and cache.counts_everything:
+        shape = cache.shape
+        row = 2 * shape.head_dim * shape.element_bytes * shape.kv_heads * shape.layers
+        assert cache.footprint().device_bytes <= 2 * rows * row
+
+
+def test_a_budget_is_weighed_again_with_the_keys_as_they_are(model: Any, tools: Any) -> None:
+    """Under autocast values are half as large as the weights, and what indexes them is not."""
     options = {"recent": 4, "window": 4, "kernel": 3, "n_sink": 2, "count_prefix": True}
-    cache = make_cache("snapkv", model, budget=8, **options)
-    with pytest.raises(ValueError, match="indexes them take") as told, torch.no_grad():
-        tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
-    enough = int(str(told.value).split("take ")[1].split(";")[0])
-    cache = make_cache("snapkv", model, budget=enough, **options)
-    tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
-    cache = make_cache("snapkv", model, budget=enough - 1, **options)
-    with pytest.raises(ValueError, match=f"take {enough}; raise it"):
-        tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
+
+    def run(rows: int) -> None:
+        cache = make_cache("snapkv", model, budget=rows, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            tools.run(model, cache, tools.prompt_ids(1, 40), tools.scripted_ids(1, 4))
+
+    with pytest.raises(ValueError, match="needs at least") as told:
+        make_cache("snapkv", model, budget=0, **options)
+    least = enough(told)
+    with pytest.raises(ValueError, match="needs at least") as told:
+        run(least)
+    more = enough(told)
+    assert more > least
+    run(more)
+    with pytest.raises(ValueError, match=f"needs at least {more} rows"):
+        run(more - 1)

@@ -250,10 +250,15 @@ def test_the_smallest_budget_works(
 ) -> None:
     model = tiny_llama(kv_heads=kv_heads).to(dtype)
     zoomkv.attach(model, tools.TOKENIZER)
-    cache = make_cache("semanticache", model, budget=9, n_sink=2, recent=4)
+    row = 2 * 8 * dtype.itemsize
+    index = 4 + (4 if kv_heads > 1 else 0)  # a size, and a position where heads differ
+    enough = -(-8 * (row + index) // row)
+    with pytest.raises(ValueError, match=f"needs at least {enough} rows"):
+        make_cache("semanticache", model, budget=enough - 1, n_sink=2, recent=4)
+    cache = make_cache("semanticache", model, budget=enough, n_sink=2, recent=4)
     logits, _ = tools.run(model, cache, tools.prompt_ids(1, 30), tools.scripted_ids(1, 30))
     assert logits.isfinite().all()
-    assert cache.footprint().rows_max <= 9
+    assert cache.footprint().rows_max <= 8
 
 
 def test_it_needs_a_tokenizer(tiny_llama: Any) -> None:

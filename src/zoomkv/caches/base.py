@@ -52,6 +52,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    element_bytes: int
+    """Of one number of a key, as the weights are; autocast may make it less."""
     vocabulary: int
     max_positions: int
     eos_ids: tuple[int, ...]
@@ -73,6 +75,7 @@ class ModelShape:
             heads=heads,
             kv_heads=config.num_key_value_heads or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            element_bytes=model.dtype.itemsize,
             vocabulary=config.vocab_size,
             max_positions=config.max_position_embeddings,
             eos_ids=_ids(getattr(generation, "eos_token_id", None)) or _ids(config.eos_token_id),

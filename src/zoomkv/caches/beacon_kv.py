@@ -9,7 +9,7 @@ protected, as in its experiments; a share of full KV may serve as the budget.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from zoomkv.backbone.protocol import Step
 from zoomkv.backbone.rotary import rotary_of
 from zoomkv.caches.beacons import Beacons, KeptQueries
-from zoomkv.caches.budget import check_at_least
+from zoomkv.caches.budget import LARGEST, check_at_least
 from zoomkv.caches.decoding import DecodingCache
 from zoomkv.caches.evicting import EvictingLayer
 from zoomkv.caches.query_history import QueryHistory
@@ -50,8 +50,8 @@ class ObservedLayer(EvictingLayer):
 
 
 class ObservedCache(DecodingCache):
-    """Base of the caches that score with kept queries. A subclass sets what its layers need,
-    calls this, and then checks its budget.
+    """Base of the caches that score with kept queries. A subclass sets what its layers need before
+    it calls this.
     """
 
     watches_prompt = watches_decoding = True
@@ -67,23 +67,25 @@ class ObservedCache(DecodingCache):
         """See ``PolicyCache``."""
         return self.queries.digest(step, layer, query)
 
-    def check_budget(self) -> None:
-        """Raises ValueError for a number of rows that leaves nothing to choose."""
-        largest, kept = self._budget.value, self.queries.beacons + self.queries.recent
-        if isinstance(largest, float):
-            return  # the base makes do with what a share comes to
-        if largest <= kept:
-            raise ValueError(
-                f"budget={largest}: it must exceed the queries that are kept for each head, "
-                f"{self.queries.beacons} + {self.queries.recent}; raise it or keep fewer"
-            )
+    def overhead(self, element_bytes: int) -> int:
+        """See ``EvictingCache``."""
+        return self.queries.bytes_per_row(self.shape, element_bytes)
+
+    def rules(self) -> Iterator[tuple[int, str]]:
+        """See ``EvictingCache``: there must be something to choose."""
+        beacons, recent = self.queries.beacons, self.queries.recent
+        yield (
+            beacons + recent + 1,
+            f"it must exceed the queries that are kept for each head, {beacons} + {recent}; raise "
+            "it or keep fewer",
+        )
         protected = self._recent + (self._prefix or 0)
-        left = largest - math.ceil(largest * self._interval)
-        if left <= protected:
-            raise ValueError(
-                f"budget={largest}: an eviction leaves {left} rows, which must exceed the "
-                f"{protected} that are protected; raise budget or refill, or lower recent"
-            )
+        yield (
+            self.budget_for(_before_eviction(protected + 1, self._interval)),
+            f"what an eviction leaves must exceed the {protected} that are protected; raise budget "
+            "or refill, or lower recent",
+        )
+        yield from super().rules()
 
     def _keep_budget(self, coming: Tensor | None) -> None:  # [B]
         slots, _ = self.groups[-1]  # the last to be evicted from
@@ -155,7 +157,14 @@ class BeaconKVCache(ObservedCache):
             choose = _FROM_HISTORY[sampling]
             self.queries = QueryHistory(rotary, beacons, recent_queries, choose)
         super().__init__(model, **protocol)
-        self.check_budget()
+
+
+def _before_eviction(left: int, interval: float) -> int:
+    """The fewest rows of which so many are left when a share of them, rounded up, has gone."""
+    rows = max(left, min(LARGEST, int(left / max(1 - interval, 1 / LARGEST)) - 1))
+    while rows - math.ceil(rows * interval) < left and rows <= LARGEST:
+        rows += 1
+    return rows
 
 
 def check_choice(option: str, value: str, choices: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoomkv.backbone.protocol import Step
+from zoomkv.caches.base import ModelShape
 from zoomkv.ops.farthest_point import farthest_points
 from zoomkv.ops.rope import Rotary
 
@@ -71,12 +72,6 @@ class KeptQueries:
         now = (self.length - 1).to(positions)[:, None, None]
         moved = self.rotary.shift(query.float(), positions.clamp(min=0), now)
         return moved, now.where(positions >= 0, -1)
-
-    def bytes_per_row(self) -> int:
-        """Device bytes of one batch row, parts of a prompt apart."""
-        if self._queries is None:
-            return 0
-        return self._queries.numel() * self._queries.element_size() // len(self.length)
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """Keeps the given batch rows, in the given order; one may come twice."""
@@ -193,10 +188,10 @@ class Beacons(KeptQueries):
         moved, now = self.aligned(beacons, where)
         return torch.cat([moved, recent.float()], 2), torch.cat([now, own], 2)
 
-    def bytes_per_row(self) -> int:
-        """See ``KeptQueries``."""
-        positions = self._positions.numel() * self._positions.element_size()
-        return super().bytes_per_row() + positions // max(len(self.length), 1)
+    def bytes_per_row(self, shape: ModelShape, element_bytes: int) -> int:
+        """Device bytes of one batch row, parts of a prompt apart."""
+        slots = shape.layers * shape.heads * (self.beacons + self.recent)
+        return slots * (shape.head_dim * element_bytes + self._positions.element_size())
 
     def select(self, rows: Tensor) -> None:  # [B'] CPU
         """See ``KeptQueries``."""

@@ -20,12 +20,13 @@ class Budget:
     value: int | float
 
     @classmethod
-    def parse(cls, value: int | float, smallest: int = 1) -> "Budget":
+    def parse(cls, value: int | float, smallest: int = 1, why: str = "") -> "Budget":
         """Checks a budget as users give it.
 
         Args:
             value: Rows (an int), or a share of full KV in (0, 1] (a float).
             smallest: Rows that the policy needs at least; a share that comes to less is raised.
+            why: The rule that says so.
 
         Raises:
             ValueError: If it is out of range.
@@ -39,7 +40,8 @@ class Budget:
         if isinstance(value, int) and value > LARGEST:
             raise ValueError(f"budget={value}: no cache holds more than {LARGEST} rows")
         if isinstance(value, int) and value < smallest:
-            raise ValueError(f"budget={value}: this policy needs at least {smallest} rows")
+            why = why and f": {why}"
+            raise ValueError(f"budget={value}: this policy needs at least {smallest} rows{why}")
         return cls(value)
 
     def rows(self, full: Tensor, step: int = _SHARE_STEP) -> Tensor:  # [B] -> [B]

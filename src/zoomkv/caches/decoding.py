@@ -6,6 +6,7 @@ With ``count_prefix`` everything on the device counts, the prompt's rows are can
 other except its first ``n_sink``, and a prompt above the budget is cut down as soon as it is read.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,12 +83,6 @@ class DecodingCache(EvictingCache):
             raise ValueError(f"refill={refill!r}: give the share that stays, between 0 and 1")
         check_at_least("n_sink", n_sink, 0)
         check_flag("count_prefix", count_prefix)
-        window = self.queries.size if isinstance(self.queries, QueryWindow) else 0
-        if isinstance(budget, int) and 0 < budget <= window:
-            raise ValueError(
-                f"budget={budget}: it must exceed the queries that score, window={window}, or none "
-                "of their rows could ever go"
-            )
         shape = ModelShape.of(model)
         layers = [
             self.make_layer(number, Slots(1 if self.shared_heads else shape.kv_heads))
@@ -116,9 +111,20 @@ class DecodingCache(EvictingCache):
         if self.queries is not None:
             self.queries.take(step)
 
-    def overhead(self) -> int:
+    def overhead(self, element_bytes: int) -> int:
         """See ``EvictingCache``."""
-        return 0 if self.queries is None else self.queries.bytes_per_row()
+        return 0 if self.queries is None else self.queries.bytes_per_row(self.shape, element_bytes)
+
+    def rules(self) -> Iterator[tuple[int, str]]:
+        """See ``EvictingCache``."""
+        if isinstance(self.queries, QueryWindow):
+            window = self.queries.size
+            yield (
+                self.budget_for(window + 1),
+                f"the rows that fit must exceed the queries that score, window={window}, or none "
+                "of theirs could ever go",
+            )
+        yield from super().rules()
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""

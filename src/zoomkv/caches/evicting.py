@@ -6,6 +6,7 @@ in place. Keys keep the positions that they were rotated for.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
@@ -68,11 +69,12 @@ class EvictingCache(PolicyCache):
         recent: Newest tokens that are never dropped.
         interval: Rows that are dropped at once, when the budget is full; a fraction is a share of
             the budget, rounded up.
+        room: Rows that must fit besides those that are never dropped, at least ``interval``.
         count_prefix: Whether everything on the device counts within the budget. If not, the prefix
             does not, nor does what the policy keeps besides rows.
 
     Raises:
-        ValueError: If the budget can't hold what is protected.
+        ValueError: If the budget can't hold what is protected; says what is enough.
     """
 
     _capacities: dict[int, Tensor]  # by group, as long as a budget in rows makes them last
@@ -86,22 +88,21 @@ class EvictingCache(PolicyCache):
         prefix: int | None,
         recent: int,
         interval: int | float = 1,
+        room: int = 1,
         count_prefix: bool = True,
     ) -> None:
-        check_at_least("recent", recent, 0)
-        counted = prefix or 0 if count_prefix else 0
-        if isinstance(interval, float):
-            self._smallest = counted + recent + 1
-        else:
-            self._smallest = counted + recent + check_at_least("interval", interval, 1)
-        self._budget = Budget.parse(budget, self._smallest)
         self._prefix = prefix
-        self._recent = recent
+        self._recent = check_at_least("recent", recent, 0)
         self._interval = interval
+        if not isinstance(interval, float):
+            room = max(room, check_at_least("interval", interval, 1))
+        self._room = room
+        self._smallest = (prefix or 0 if count_prefix else 0) + recent + room
         self._count_prefix = count_prefix
         self.evicted = 0
         """Rows dropped so far, summed over the batch, of one layer."""
         super().__init__(shape, layers, Traffic())
+        self._budget = Budget.parse(budget, *max(self.rules(), key=itemgetter(0)))
 
     def prompt_started(self, first: bool) -> None:
         """See ``PolicyCache``: until the prompt is read, nothing is bounded."""
@@ -150,36 +151,67 @@ class EvictingCache(PolicyCache):
 
     def _capacity(self, slots: Slots, layer: EvictingLayer) -> Tensor:  # [B]
         """Rows that fit each batch row's budget, which also holds what indexes them."""
-        rows = self._budget.rows(self._lengths).clamp(min=self._smallest)
         prefix = self._protected_prefix()
-        row = layer.row_bytes()
-        if self._count_prefix:
-            rows = rows - -(-self.overhead() // (row * self.shape.kv_heads * self.shape.layers))
-        capacity = rows * row // (row + layer.side_bytes + slots.bytes_per_row)
+        if isinstance(self._budget.value, int):
+            # Only now are the prompt's length and the keys' precision certain.
+            Budget.parse(self._budget.value, *self._rule_of_rows(int(prefix.max())))
+        rows = self._budget.rows(self._lengths).clamp(min=self._smallest)
+        row, each = self._row_bytes()
+        capacity = (rows - self._overhead_rows()) * row // each
         if not self._count_prefix:
             capacity = capacity + prefix
-        needed = prefix + self._recent + 1
-        if isinstance(self._budget.value, float):
-            return capacity.maximum(needed)  # a short text's share may be too small for anything
-        if bool((short := capacity < needed).any()):
-            at = int(short.nonzero()[0])
-            each = row + layer.side_bytes + slots.bytes_per_row
-            least = -(-int((needed - (0 if self._count_prefix else prefix))[at]) * each // row)
-            if self._count_prefix:
-                least += -(-self.overhead() // (row * self.shape.kv_heads * self.shape.layers))
-            raise ValueError(
-                f"budget={self._budget.value}: the rows that must stay and what indexes them take "
-                f"{least}; raise it"
-            )
-        return capacity
+        # A short text's share may be too small for anything.
+        return capacity.maximum(prefix + self._recent + self._room)
+
+    def rules(self) -> Iterator[tuple[int, str]]:
+        """What a budget in rows must come to, by each rule, and how the rule reads."""
+        yield self._rule_of_rows(self._prefix or 0)
+
+    def budget_for(self, stored: int) -> int:
+        """The smallest budget in rows that holds so many stored ones and what indexes them."""
+        row, each = self._row_bytes()
+        return -(-stored * each // row) + self._overhead_rows()
+
+    def _rule_of_rows(self, prefix: int) -> tuple[int, str]:
+        stay = self._recent + (prefix if self._count_prefix else 0)
+        least = self.budget_for(stay + self._room)
+        why = f"{stay} must stay, {self._room} more must fit"
+        if index := least - stay - self._room:
+            why = f"{why}, and what indexes and scores them takes the bytes of {index}"
+        return least, why
+
+    def _row_bytes(self) -> tuple[int, int]:
+        """Device bytes of K and V of a row, and of these and what a policy keeps beside them.
+
+        Before there are keys, these of the model's weights.
+        """
+        layer = self.layers[0]
+        row = 2 * self.shape.head_dim * self.shape.element_bytes
+        if layer.is_initialized:
+            row = layer.row_bytes()
+        return row, row + layer.side_bytes + layer.slots.bytes_per_row
+
+    def _overhead_rows(self) -> int:
+        if not self._count_prefix:
+            return 0
+        row, _ = self._row_bytes()
+        element = self.shape.element_bytes
+        if self.layers[0].is_initialized:
+            element = self.layers[0].stored()[0].element_size()
+        overhead = self.overhead(element)
+        return -(-overhead // (row * self.shape.kv_heads * self.shape.layers))
 
     @property
     def counts_everything(self) -> bool:
         """Whether the budget bounds all device bytes."""
         return self._count_prefix
 
-    def overhead(self) -> int:
-        """Device bytes that a policy keeps for one batch row, however many rows are stored."""
+    def overhead(self, element_bytes: int) -> int:
+        """Device bytes that a policy keeps for one batch row, however many rows are stored.
+
+        Args:
+            element_bytes: Of one number of a query or key.
+        """
         return 0
 
     def _interval_of(self, capacity: Tensor) -> Tensor:  # [B] -> [B]

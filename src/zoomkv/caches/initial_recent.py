@@ -92,4 +92,3 @@ class InitialRecentCache(ObservedCache):
         check_flag("align", align)
         self.queries = FirstQueries(rotary, initial, recent_queries, from_prompt, align)
         super().__init__(model, **protocol)
-        self.check_budget()

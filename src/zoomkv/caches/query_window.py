@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zoomkv.backbone.protocol import Step
+from zoomkv.caches.base import ModelShape
 
 
 class QueryWindow:
@@ -68,11 +69,9 @@ class QueryWindow:
         if self._queries is not None:
             self._queries = self._queries[:, rows.to(self._queries.device)]
 
-    def bytes_per_row(self) -> int:
-        """Device bytes of one batch row."""
-        if self._queries is None:
-            return 0
-        return self._queries.numel() * self._queries.element_size() // self._queries.shape[1]
+    def bytes_per_row(self, shape: ModelShape, element_bytes: int) -> int:
+        """Device bytes of one batch row, of a model whose queries have numbers of such a size."""
+        return shape.layers * shape.heads * self.size * shape.head_dim * element_bytes
 
     def device_tensors(self) -> Iterator[Tensor]:
         """What lies on the device."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoomkv.backbone.protocol import Step
 from zoomkv.caches.base import ModelShape
-from zoomkv.caches.budget import Budget, check_at_least
+from zoomkv.caches.budget import check_at_least
 from zoomkv.caches.evicting import EvictingCache, EvictingLayer
 from zoomkv.caches.slots import Slots
 from zoomkv.caches.vocabulary import of_vocabulary
@@ -141,12 +141,17 @@ class SemantiCache(EvictingCache):
             lambda t: delimiter_mask(t, shape.vocabulary),
         )
         check_at_least("n_sink", n_sink, 0)
-        # All that is not protected may have to become one row, and another one must fit. Sizes take
-        # up to an eighth of a row's bytes.
         self._least = n_sink + check_at_least("recent", recent, 0) + 1
-        Budget.parse(budget, -(-(self._least + 1) * 9 // 8))
         layers = [SemantiLayer(n, Slots(shape.kv_heads)) for n in range(shape.layers)]
-        super().__init__(shape, layers, budget, prefix=n_sink, recent=recent, interval=1 - refill)
+        super().__init__(
+            shape,
+            layers,
+            budget,
+            prefix=n_sink,
+            recent=recent,
+            interval=1 - refill,
+            room=2,  # all that is not protected may have to become one row, and another must fit
+        )
 
     def watch(self, step: Step, layer: int, query: Tensor, key: Tensor) -> None:
         """See ``PolicyCache``."""
@@ -175,9 +180,6 @@ class SemantiCache(EvictingCache):
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._delimiters = torch.zeros(batch, 0, dtype=torch.bool)
-
-    def _capacity(self, slots: Slots, layer: EvictingLayer) -> Tensor:  # [B]
-        return super()._capacity(slots, layer).maximum(torch.tensor(self._least + 1))
 
     def _evict(self, slots: Slots, layers: Sequence[Any], drop: Tensor) -> None:  # [B]
         """Merges so many rows; merged ones keep the position of the first."""
