@@ -83,7 +83,7 @@ def split_prompt(
 def answer(
     generator: Generator,
     parts: Sequence[Sequence[Sequence[int]]],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     recording: Recording | None = None,
 ) -> list[Reply]:
     """Answers a batch of prompts with a fresh cache, greedily.
@@ -92,13 +92,16 @@ def answer(
         generator: Gives model, tokenizer and caches.
         parts: Ids ``[part][row]`` of the prompts' parts. A cache compresses each part before the
             next one comes. Shorter rows are padded on the left.
-        max_new_tokens: Longest answer.
+        max_new_tokens: Longest answer, of all or of each row. What a row says beyond its own, as
+            long as others go on, does not count as its answer.
         recording: Of the one prompt, if it was read before.
 
     Returns:
         A reply for each row.
     """
     begun = time.perf_counter()
+    rows = len(parts[0])
+    limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
     model, tokenizer, cache = generator.model, generator.tokenizer, generator.new_cache()
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
@@ -125,7 +128,7 @@ def answer(
             input_ids=ids,
             attention_mask=mask,
             cache=cache,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(limits),
             eos_token_id=ends,
             pad_token_id=tokenizer.pad_token_id,
             do_sample=False,
@@ -137,7 +140,8 @@ def answer(
     prompts = mask.sum(1).tolist()
     seconds = time.perf_counter() - begun
     texts = []
-    for row in said:
+    for row, limit in zip(said, limits, strict=True):
+        row = row[:limit]
         end = next((at for at, token in enumerate(row) if token in ends), None)
         row = row if end is None else row[: end + 1]
         texts.append((tokenizer.decode(row, skip_special_tokens=True), row, end is not None))

@@ -12,6 +12,31 @@ Protocol = Literal["inside", "unknown"]
 T = TypeVar("T")
 
 
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least {least}")
+
+
+def _check_budgets(name: str, budgets: Sequence[Any]) -> None:
+    for budget in budgets:
+        number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if not number or budget <= 0 or (isinstance(budget, float) and budget > 1):
+            raise ValueError(f"{name}: {budget!r}: give a share in (0, 1], or rows")
+
+
+def _check_protocols(name: str, protocols: Sequence[Any]) -> None:
+    for protocol in protocols:
+        if protocol not in get_args(Protocol):
+            known = ", ".join(get_args(Protocol))
+            raise ValueError(f"{name}: {protocol!r}: choose from {known}")
+
+
+def _check_distinct(name: str, labels: list[str], which: str) -> None:
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{name}: {twice!r} is there twice: give one of them another {which}")
+
+
 @dataclass(frozen=True)
 class ArmSettings:
     """One policy of a comparison."""
@@ -51,6 +76,8 @@ class TaskSettings:
     """Instead of the run's; ``[null]`` for a task that has no length."""
     batch_size: int | None = None
     """Instead of the run's."""
+    protocols: tuple[Protocol, ...] | None = None
+    """Instead of the run's."""
     policies: tuple[str, ...] = ()
     """Labels or policies that answer it; all, if none are named."""
 
@@ -63,6 +90,7 @@ class TaskSettings:
         for length in self.lengths or ():
             if length is not None:
                 _check_count(f"tasks: {self.name}: lengths", length)
+        _check_protocols(f"tasks: {self.name}: protocols", self.protocols or ())
 
 
 @dataclass(frozen=True)
@@ -85,32 +113,24 @@ class Settings:
     """Questions for each task, length and seed."""
     seeds: tuple[int, ...] = (0,)
     batch_size: int = 8
-    """Of prompts that are no text with a question: those are read once and answered one by one."""
+    """Of tasks whose answers are longer than their prompts. Long prompts are read once, for all
+    policies, and answered one by one; so is every task whose ``batch_size`` is 1."""
 
     def __post_init__(self) -> None:
-        for name in ("n", "batch_size"):
-            _check_count(name, getattr(self, name))
         for name in ("policies", "tasks", "lengths", "protocols", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: name at least one")
+        for name in ("n", "batch_size"):
+            _check_count(name, getattr(self, name))
         for length in self.lengths:
             _check_count("lengths", length)
         for seed in self.seeds:
-            if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-                raise ValueError(f"seeds: {seed!r} is no whole number of at least 0")
-        for protocol in self.protocols:
-            if protocol not in get_args(Protocol):
-                known = ", ".join(get_args(Protocol))
-                raise ValueError(f"protocols: {protocol!r}: choose from {known}")
+            _check_count("seeds", seed, least=0)
+        _check_protocols("protocols", self.protocols)
         _check_budgets("budgets", self.budgets)
         _check_distinct("policies", [arm.label for arm in self.policies], "label")
         _check_distinct("tasks", [task.name for task in self.tasks], "name")
-        for task in self.tasks:
-            for wanted in task.policies:
-                if not any(wanted in (arm.label, arm.policy) for arm in self.policies):
-                    raise ValueError(
-                        f"tasks: {task.name}: there is no policy {wanted!r} in the run"
-                    )
+        self._check_named()
 
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str = "settings") -> Settings:
@@ -190,6 +210,15 @@ class Settings:
         """The fields by name, as JSON gives them back."""
         return _plain(asdict(self))
 
+    def _check_named(self) -> None:
+        known = [word for arm in self.policies for word in (arm.label, arm.policy)]
+        for task in self.tasks:
+            for wanted in task.policies:
+                if wanted not in known:
+                    raise ValueError(
+                        f"tasks: {task.name}: no policy {wanted!r}{hint(wanted, known)}"
+                    )
+
 
 def first_difference(old: Any, new: Any, name: str = "") -> str | None:
     """One line that names the first setting in which two dictionaries differ, or None."""
@@ -245,12 +274,12 @@ def _made(kind: type[T], given: dict[str, Any], where: str) -> T:
         if each.name not in given:
             continue
         value, wanted = given[each.name], str(each.type)
+        if value is None and "None" in wanted:
+            continue
         if wanted.startswith("tuple"):
-            if value is not None or "None" not in wanted:
-                given[each.name] = tuple(_listed(value, f"{where}: {each.name}"))
+            given[each.name] = tuple(_listed(value, f"{where}: {each.name}"))
         elif wanted.startswith("str") and not isinstance(value, str):
-            if value is not None or "None" not in wanted:
-                raise ValueError(f"{where}: {each.name}: {_short(value)} is no text")
+            raise ValueError(f"{where}: {each.name}: {_short(value)} is no text")
     return kind(**given)
 
 
@@ -265,21 +294,3 @@ def _check_names(kind: type, given: Mapping[str, Any], where: str) -> None:
     for name in given:
         if name not in known:
             raise ValueError(f"{where}: no setting {name!r}{hint(str(name), known)}")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: {value!r} is no whole number of at least 1")
-
-
-def _check_budgets(name: str, budgets: Sequence[Any]) -> None:
-    for budget in budgets:
-        number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if not number or budget <= 0 or (isinstance(budget, float) and budget > 1):
-            raise ValueError(f"{name}: {budget!r}: give a share in (0, 1], or rows")
-
-
-def _check_distinct(name: str, labels: list[str], which: str) -> None:
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{name}: {twice!r} is there twice: give one of them another {which}")
