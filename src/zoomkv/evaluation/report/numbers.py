@@ -1,0 +1,273 @@
+"""The aggregated numbers of a report, as plain JSON values: its tables and figures show these."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zoomkv import __version__
+from zoomkv.evaluation.report.agreement import dynamics
+from zoomkv.evaluation.report.curves import bin_width, mean_curve
+from zoomkv.evaluation.report.estimates import mean_interval, ratio_interval
+from zoomkv.evaluation.report.source import Source
+from zoomkv.evaluation.statistics import wilson
+
+Answer = Mapping[str, Any]
+Numbers = dict[str, Any]
+
+FORMAT = 1
+FIDELITY = "fidelity"
+"""Name of the task whose answers compare distributions: none of them is right or wrong."""
+
+_CONDITION = ("task", "label", "budget", "protocol", "length")
+_ONE = (*_CONDITION, "seed", "id")
+_DEPTHS = 11  # rows of a heat map; more depths are put into tenths
+_MEANS = (
+    "tokens",
+    "prompt_tokens",
+    "device_bytes_mean",
+    "host_bytes",
+    "bytes_to_device",
+    "bytes_to_host",
+    "full_bytes",
+)
+
+
+def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
+    """Everything that a report shows.
+
+    Args:
+        sources: Results of one model and format.
+        command: What asked for the report.
+
+    Returns:
+        ``rows``: one for each task, arm, budget, protocol and length, in the order of the table.
+        ``needles``, ``agreeability`` and ``fidelity``: what a row has beyond one line, each with
+        the row's place as ``row``. And ``model``, ``sources``, ``checks``, ``warnings``.
+
+    Raises:
+        ValueError: Results of different models, the same answer twice with different content, or
+            no answer at all.
+    """
+    _check_model(sources)
+    warnings = [line for source in sources for line in source.warnings]
+    answers = _answers(sources, warnings)
+    if not answers:
+        raise ValueError(f"{sources[0].path}: no answers yet, so there is nothing to report")
+    seconds = _seconds(sources)
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(_key(answer, _CONDITION), []).append(answer)
+    ordered = sorted(groups.values(), key=_order(answers))
+    numbers: Numbers = {
+        "format": FORMAT,
+        "zoomkv": __version__,
+        "command": command,
+        "model": sources[0].header["model"],
+        "fingerprint": sources[0].header.get("fingerprint", {}),
+        "sources": [
+            {
+                "file": source.path.name,
+                "zoomkv": source.header.get("zoomkv"),
+                "answers": len(source.answers),
+                "settings": source.header.get("settings", {}),
+            }
+            for source in sources
+        ],
+        "checks": [
+            {name: check[name] for name in ("policy", "what", "ok", "detail")}
+            for source in sources
+            for check in source.checks
+        ],
+        "rows": [_row(group, seconds) for group in ordered],
+        "needles": _needles(ordered),
+        "agreeability": _agreeability(ordered),
+        "fidelity": _fidelity(ordered),
+    }
+    return {**_rounded(numbers), "warnings": warnings}
+
+
+def budget_text(budget: float | int | None) -> str:
+    """A budget as a reader sees it: a share of full KV in percent, rows, or a dash."""
+    if budget is None:
+        return "—"
+    return f"{budget:,} rows" if isinstance(budget, int) else f"{100 * budget:.4g} %"
+
+
+def _check_model(sources: Sequence[Source]) -> None:
+    first = sources[0]
+    for other in sources[1:]:
+        for what in ("model", "fingerprint"):
+            ours, theirs = first.header.get(what), other.header.get(what)
+            if ours != theirs:
+                raise ValueError(
+                    f"{first.path} and {other.path} can't be in one report: {what} is "
+                    f"{json.dumps(ours)} in the one, {json.dumps(theirs)} in the other"
+                )
+
+
+def _answers(sources: Sequence[Source], warnings: list[str]) -> list[Answer]:
+    """All answers, each once; the order of the files stays."""
+    found: dict[tuple[Any, ...], tuple[Answer, Source]] = {}
+    for source in sources:
+        again = 0
+        for answer in source.answers:
+            known, where = found.setdefault(_key(answer, _ONE), (answer, source))
+            if known is answer:
+                continue
+            if known != answer:
+                raise ValueError(
+                    f"{source.path}: task {answer['task']}, {answer['label']}, question "
+                    f"{answer['id']} was answered otherwise in {where.path}: report one of them"
+                )
+            again += 1
+        if again:
+            warnings.append(f"{source.path}: {again} answers that stand twice count once")
+    return [answer for answer, _ in found.values()]
+
+
+def _seconds(sources: Sequence[Source]) -> dict[tuple[Any, ...], float]:
+    """What each answer took of its batch's time."""
+    return {
+        _key(timing, _ONE): timing["seconds"] / timing["batch"]
+        for source in sources
+        for timing in source.timings
+    }
+
+
+def _key(line: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
+    # By repr, since a budget of 1 row equals one of 1.0, the whole.
+    return tuple(repr(line[name]) for name in names)
+
+
+def _order(answers: Iterable[Answer]) -> Any:
+    """Tasks and arms as they come, then no budget, shares, rows; then protocol and length."""
+    places: dict[tuple[str, str], int] = {}
+    for answer in answers:
+        for name in ("task", "label"):
+            places.setdefault((name, answer[name]), len(places))
+
+    def order(group: Sequence[Answer]) -> tuple[Any, ...]:
+        one = group[0]
+        budget = one["budget"]
+        return (
+            places["task", one["task"]],
+            one["protocol"] or "",
+            one["length"] or 0,
+            places["label", one["label"]],
+            budget is not None,
+            isinstance(budget, int),
+            budget or 0,
+        )
+
+    return order
+
+
+def _row(group: Sequence[Answer], seconds: Mapping[tuple[Any, ...], float]) -> Numbers:
+    n, one = len(group), group[0]
+    judged = one["task"] != FIDELITY
+    right = sum(answer["right"] for answer in group)
+    low, high = wilson(right, n)
+    score, score_low, score_high = mean_interval([answer["score"] for answer in group])
+    means = {name: math.fsum(answer[name] for answer in group) / n for name in _MEANS}
+    peak = max(answer["device_bytes_peak"] for answer in group)
+    full = math.fsum(answer["full_bytes"] for answer in group)
+    peaks = math.fsum(answer["device_bytes_peak"] for answer in group)
+    timed = [answer for answer in group if _key(answer, _ONE) in seconds]
+    speed: Sequence[float | None] = (None, None, None)
+    if timed:
+        taken = [seconds[_key(answer, _ONE)] for answer in timed]
+        speed = ratio_interval([answer["tokens"] for answer in timed], taken)
+    agreed = [
+        value for answer in group for value in answer["agreeability"] or () if value is not None
+    ]
+    return {
+        **{name: one[name] for name in _CONDITION},
+        "policy": one["policy"],
+        "options": one["options"],
+        "n": n,
+        "right": right / n if judged else None,
+        "right_low": low if judged else None,
+        "right_high": high if judged else None,
+        "score": score,
+        "score_low": max(0.0, score_low),
+        "score_high": min(1.0, score_high),
+        "extracted": sum(answer["extracted"] for answer in group) / n if judged else None,
+        "truncated": sum(answer["truncated"] for answer in group) / n if judged else None,
+        **means,
+        "device_bytes_peak": peak,
+        "held": peaks / full if full else None,
+        "tokens_per_second": speed[0],
+        "tokens_per_second_low": speed[1],
+        "tokens_per_second_high": speed[2],
+        "timed": len(timed),
+        "agreeability": math.fsum(agreed) / len(agreed) if agreed else None,
+        "kl": None if judged else math.fsum(answer["about"]["kl"] for answer in group) / n,
+    }
+
+
+def _needles(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
+    """Right answers by depth, for each row that has depths."""
+    depths = {
+        answer["depth"] for group in ordered for answer in group if answer["depth"] is not None
+    }
+    digits = 1 if len(depths) > _DEPTHS else 6
+    found = []
+    for row, group in enumerate(ordered):
+        cells: dict[float, list[bool]] = {}
+        for answer in group:
+            if answer["depth"] is not None:
+                cells.setdefault(round(answer["depth"], digits), []).append(answer["right"])
+        if cells:
+            found.append(
+                {
+                    "row": row,
+                    "depth": sorted(cells),
+                    "n": [len(cells[depth]) for depth in sorted(cells)],
+                    "right": [sum(cells[depth]) for depth in sorted(cells)],
+                    "interval": [
+                        wilson(sum(cells[depth]), len(cells[depth])) for depth in sorted(cells)
+                    ],
+                }
+            )
+    return found
+
+
+def _agreeability(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
+    found = []
+    for row, group in enumerate(ordered):
+        known = [answer for answer in group if answer["agreeability"]]
+        if known:
+            courses = {
+                right: [answer["agreeability"] for answer in known if answer["right"] is right]
+                for right in (True, False)
+            }
+            found.append({"row": row, **dynamics(courses[True], courses[False])})
+    return found
+
+
+def _fidelity(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
+    curves = {
+        row: [answer["about"]["curve"] for answer in group if answer["about"].get("curve")]
+        for row, group in enumerate(ordered)
+        if group[0]["task"] == FIDELITY
+    }
+    width = bin_width([curve for group in curves.values() for curve in group])
+    return [
+        {"row": row, "width": width, **mean_curve(group, width)}
+        for row, group in curves.items()
+        if group
+    ]
+
+
+def _rounded(value: Any) -> Any:
+    """With seven significant digits: all that a figure can show, in half the bytes."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return value
