@@ -85,6 +85,23 @@ def test_marking_any_trace(answer, text, right):
     assert Plain().is_right(trace, text) is right
 
 
+def test_several_processes_render_the_same(fit, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    rows = [row(solution=word) for word in ("one", "two", "<|im_end|>", "three", "four")]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    found, told = [], []
+    for processes in (1, 2, 9):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            data = set_up(fit, train=[FileSource(str(path))], num_proc=processes)
+        found.append([data._train[number] for number in range(len(data._train))])
+        told += [line for line in caplog.text.splitlines() if "training:" in line]
+    assert len(found[0]) == 4 and found[0] == found[1] == found[2]
+    assert len(told) == 3 and all("1 dropped: special token in the text, 4 ren" in s for s in told)
+    with pytest.raises(ValueError, match="data.num_proc=0"):
+        fit.data(num_proc=0)
+
+
 def test_what_was_cut_or_dropped_is_told(fit, caplog):
     with caplog.at_level("INFO"):
         set_up(fit, train=[LedgerSource(12, 1, (3, 12))], max_length=600)

@@ -132,7 +132,7 @@ def test_rows_that_teach_nothing_or_forge_a_delimiter_are_counted(tokenizer):
         Trace("q", (Segment("a", f"b {forged}"),), "c"),
         Trace("q", (Segment("a", "b"),), "c <|im_end|>"),
     ]
-    assert len(renderer.all(traces)) == 1
+    assert sum(renderer(trace) is not None for trace in traces) == 1
     assert str(renderer.report) == (
         "1 dropped: empty, 4 dropped: special token in the text, 1 rendered"
     )

@@ -15,6 +15,7 @@ from zoomkv.data.asked import AskedText
 from zoomkv.data.long_stream import LongBatches, Passages, Source, Stage, Steps
 from zoomkv.data.long_text import TextSource
 from zoomkv.data.sources import TraceSource
+from zoomkv.data.standing import check_sampler, standing
 from zoomkv.data.turns import Turns
 
 _TRIED = 8  # documents with questions that are built before a training begins
@@ -150,22 +151,16 @@ class LongTextData(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands: the epoch, its batches that were learnt, and the readers.
 
-        What counts is what went into an optimizer step, not what workers have fetched, so it is
-        read off the trainer's progress. Lightning keeps it in checkpoints.
+        Lightning keeps it in checkpoints.
         """
         trainer = self.trainer
         if trainer is None or self._train is None:
             return {}
-        loop: Any = trainer.fit_loop
-        learnt = loop.epoch_loop.batch_progress.current.processed
-        epoch = loop.epoch_progress.current.started - 1
-        skip = learnt - learnt % trainer.accumulate_grad_batches
-        if learnt >= trainer.num_training_batches:
-            epoch, skip = epoch + 1, 0
-        step = max(at for at in self._train.positions if at <= epoch * self.steps + skip)
+        at = standing(trainer)
+        learnt = at["epoch"] * self.steps + at["skip"]
+        step = max(known for known in self._train.positions if known <= learnt)
         return {
-            "epoch": epoch,
-            "skip": skip,
+            **at,
             "plan": self.plan,
             "readers": {"step": step, "positions": self._train.positions[step]},
         }
@@ -218,11 +213,7 @@ class LongTextData(LightningDataModule):
     ) -> LongBatches:
         trainer = self.trainer
         assert trainer is not None
-        if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError(
-                "trainer.use_distributed_sampler: switch it off; batches are shared out by our own "
-                "sampler"
-            )
+        check_sampler(trainer)
         return LongBatches(
             sources,
             weights,

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from zoomkv.data.collate import PackedBatches, collate
-from zoomkv.data.render import Renderer
+from zoomkv.data.render import Rendered, Renderer, RenderReport
 from zoomkv.data.sources import TraceSource
-from zoomkv.data.traces import Trace
+from zoomkv.data.standing import check_sampler, standing
+from zoomkv.data.traces import Segment, Trace
+
+_FEATURES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "kinds": List(Value("int8")),
+        "looks_up": List(Value("int32")),
+        "length": Value("int32"),
+        "fates": List(Value("string")),
+    }
+)
 
 Mark = Callable[[str], bool | None]
 """Whether a generated text is right; None if that can't be told."""
@@ -38,6 +51,7 @@ class SummaryData(LightningDataModule):
         thought_tags: Texts around the thought, for models that use them.
         seed: Decides the order.
         num_workers: Worker processes of the training loader.
+        num_proc: Processes that render the traces before training.
     """
 
     def __init__(
@@ -51,16 +65,18 @@ class SummaryData(LightningDataModule):
         thought_tags: tuple[str, str] = ("", ""),
         seed: int = 0,
         num_workers: int = 0,
+        num_proc: int = 1,
     ) -> None:
         super().__init__()
         if not train:
             raise ValueError("data.train: name at least one source of traces")
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size={batch_size}: choose at least 1")
+        for name, value in (("batch_size", batch_size), ("num_proc", num_proc)):
+            if value < 1:
+                raise ValueError(f"data.{name}={value}: choose at least 1")
         self.sources, self.val_source = train, val
         self.prompts, self.max_length, self.batch_size = prompts, max_length, batch_size
         self.packing, self.thought_tags, self.seed = packing, thought_tags, seed
-        self.num_workers = num_workers
+        self.num_workers, self.num_proc = num_workers, num_proc
         self._train: Dataset | None = None
         self._val: Dataset | None = None
         self._prompts: list[tuple[str, Mark]] = []
@@ -74,10 +90,10 @@ class SummaryData(LightningDataModule):
         renderer = Renderer(self.tokenizer, self.max_length, self.thought_tags)
         if stage == "fit" and self._train is None:
             traces = [trace for source in self.sources for trace in self._traces(source)]
-            self._train = _rendered(renderer, traces, "training")
+            self._train = _rendered(renderer, traces, "training", self.num_proc)
         if self.val_source is not None and self._val is None:
             traces = self._traces(self.val_source)
-            self._val = _rendered(renderer, traces, "validation")
+            self._val = _rendered(renderer, traces, "validation", self.num_proc)
             self._prompts = [
                 (renderer.prompt(trace.problem), partial(self.val_source.is_right, trace))
                 for trace in traces[: self.prompts]
@@ -107,19 +123,13 @@ class SummaryData(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands: the epoch, its batches that were learnt, and their order.
 
-        What counts is what went into an optimizer step, not what workers have fetched, so it is
-        read off the trainer's progress. Lightning keeps it in checkpoints.
+        Lightning keeps it in checkpoints.
         """
         trainer = self.trainer
         if trainer is None or self._order is None:
             return {}
-        loop: Any = trainer.fit_loop
-        learnt = loop.epoch_loop.batch_progress.current.processed
-        epoch = loop.epoch_progress.current.started - 1
-        skip = learnt - learnt % trainer.accumulate_grad_batches
-        if learnt >= trainer.num_training_batches:
-            epoch, skip = epoch + 1, 0
-        return {"epoch": epoch, "skip": skip, "plan": self._order.plan}
+        at = standing(trainer)
+        return {**at, "plan": self._order.plan}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes a resumed training begin at the batch that it would have seen next.
@@ -169,11 +179,7 @@ class SummaryData(LightningDataModule):
     def _batches(self, examples: Dataset, shuffle: bool) -> PackedBatches:
         trainer = self.trainer
         assert trainer is not None
-        if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError(
-                "trainer.use_distributed_sampler: switch it off; batches are shared out by our own "
-                "sampler"
-            )
+        check_sampler(trainer)
         return PackedBatches(
             examples["length"],
             self.max_length,
@@ -208,17 +214,38 @@ class _Rows:
         return [self.examples[index] for index in row]
 
 
-def _rendered(renderer: Renderer, traces: list[Trace], what: str) -> Dataset:
-    examples = renderer.all(traces)
-    rank_zero_info(f"{what}: {renderer.report}")
-    if not examples:
-        raise ValueError(f"{what}: no trace is left to learn from ({renderer.report})")
-    renderer.report.counts.clear()
-    return Dataset.from_dict(
-        {
-            "input_ids": [example.input_ids for example in examples],
-            "kinds": [example.kinds for example in examples],
-            "looks_up": [example.looks_up for example in examples],
-            "length": [len(example.input_ids) for example in examples],
-        }
+def _rendered(renderer: Renderer, traces: list[Trace], what: str, num_proc: int) -> Dataset:
+    """Examples of the traces that could be rendered, in order; reports what became of the rest."""
+    raw = Dataset.from_dict({"trace": [json.dumps(asdict(trace)) for trace in traces]})
+    several = min(num_proc, len(traces))
+    examples = raw.map(
+        partial(_example, renderer=renderer),
+        remove_columns="trace",
+        features=_FEATURES,
+        num_proc=several if several > 1 else None,
+        keep_in_memory=True,
+        new_fingerprint=f"{what}-rendered",  # not to be found again: nothing to hash it by
+        desc=f"rendering {what} traces",
     )
+    report = RenderReport()
+    report.counts.update(fate for fates in examples["fates"] for fate in fates)
+    rank_zero_info(f"{what}: {report}")
+    kept = [number for number, length in enumerate(examples["length"]) if length]
+    if not kept:
+        raise ValueError(f"{what}: no trace is left to learn from ({report})")
+    return examples.remove_columns("fates").select(kept)
+
+
+def _example(row: dict[str, str], renderer: Renderer) -> dict[str, Any]:
+    """One trace as an example, empty where it was dropped, and what became of it."""
+    given = json.loads(row["trace"])
+    given["segments"] = tuple(Segment(**segment) for segment in given["segments"])
+    renderer.report.counts.clear()
+    made = renderer(Trace(**given)) or Rendered([], [], [])
+    return {
+        "input_ids": made.input_ids,
+        "kinds": made.kinds,
+        "looks_up": made.looks_up,
+        "length": len(made.input_ids),
+        "fates": list(renderer.report.counts),
+    }

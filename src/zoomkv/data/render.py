@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,10 +118,6 @@ class Renderer:
         pairs = zip(ids, kinds, strict=True)
         marked = (kind == SOLUTION and self.boundary[token] for token, kind in pairs)
         return [summary if mark else NOTHING for mark in marked]
-
-    def all(self, traces: Iterable[Trace]) -> list[Rendered]:
-        """Every trace that could be rendered, in order."""
-        return [example for trace in traces if (example := self(trace)) is not None]
 
     def _pieces(self, trace: Trace, prompt: str) -> list[tuple[str, int, bool]]:
         """``(text, kind, a cut may follow)`` in the order in which the assistant writes them."""
