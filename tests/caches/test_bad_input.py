@@ -16,6 +16,7 @@ from zoomkv.caches.registry import (
     names,
     options_of,
     policy_class,
+    reads_summaries,
     register,
 )
 
@@ -86,6 +87,18 @@ def test_registry() -> None:
         register("mine", "somewhere.Else")
     register("mine", "somewhere:Else")
     assert POLICIES.pop("mine") == "somewhere:Else"
+
+
+def test_a_policy_by_where_its_class_is(model: Any) -> None:
+    target = "value_norm_example:ValueNormCache"
+    assert options_of(target) == options_of("value_norm")
+    cache = make_cache(target, model, budget=100)
+    assert type(cache) is policy_class("value_norm") and cache.name == "value_norm"
+    with pytest.raises(ValueError, match="has no option 'budgt': did you mean 'budget'"):
+        make_cache(target, model, budgt=100)
+    with pytest.raises(ValueError, match="'value_norm_example:ValueNormLayer'.* no PolicyCache"):
+        make_cache("value_norm_example:ValueNormLayer", model)
+    assert reads_summaries("zoomr") and reads_summaries("sumr") and not reads_summaries(target)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "policy").glob("*.yaml")), ids=str)

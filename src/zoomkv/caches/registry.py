@@ -1,6 +1,7 @@
 """Policies by name. Listing them imports none of them.
 
 To add one: write its file, add a line to ``POLICIES``, add a row to the case table of the tests.
+Wherever a name is asked for, ``module:Class`` serves too, for a policy of one's own.
 """
 
 import difflib
@@ -52,21 +53,41 @@ def register(name: str, target: str) -> None:
     """
     if name in POLICIES:
         raise ValueError(f"policy '{name}' is registered already, as {POLICIES[name]}")
-    if target.count(":") != 1:
-        raise ValueError(f"policy '{name}': target '{target}' is not of the form module:Class")
+    _parts(name, target)
     POLICIES[name] = target
 
 
 def policy_class(name: str) -> Any:
     """The class of a policy.
 
+    Args:
+        name: One of ``names()``, or ``module:Class``.
+
     Raises:
-        ValueError: If there is none of that name; says which one may be meant.
+        ValueError: If there is none of that name, which may say what is meant, or the class can't
+            be imported or is no policy.
     """
-    if name not in POLICIES:
+    if name not in POLICIES and ":" not in name:
         raise ValueError(f"unknown policy '{name}'{_hint(name, POLICIES)}")
-    module, _, attribute = POLICIES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    module, attribute = _parts(name, POLICIES.get(name, name))
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy '{name}': it can't be imported ({error})") from error
+    from zoomkv.caches.base import PolicyCache
+
+    if not isinstance(found, type) or not issubclass(found, PolicyCache):
+        raise ValueError(f"policy '{name}': {attribute} of {module} is no PolicyCache class")
+    return found
+
+
+def reads_summaries(name: str) -> bool:
+    """Whether a policy looks for the summaries that a model writes.
+
+    Raises:
+        ValueError: As ``policy_class``.
+    """
+    return "delimiters" in _parameters(policy_class(name))
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -93,7 +114,7 @@ def make_cache(
     """A new, empty cache for an attached model.
 
     Args:
-        name: One of ``names()``.
+        name: One of ``names()``, or ``module:Class``.
         model: The causal LM that will use it; the cache does not keep it.
         tokenizer: For policies that look for sentence ends or summaries; by default the one that
             the model was loaded or attached with.
@@ -121,6 +142,14 @@ def make_cache(
         return cls(model, **options)
     except ValueError as error:
         raise ValueError(f"policy '{name}': {error}") from error
+
+
+def _parts(name: str, target: str) -> tuple[str, str]:
+    """Module and class of a target."""
+    module, _, attribute = target.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ValueError(f"policy '{name}': target '{target}' is not of the form module:Class")
+    return module, attribute
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
