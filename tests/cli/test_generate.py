@@ -2,6 +2,8 @@
 
 import io
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ def answer(folder, prompt, tokens=20, policy="full", seed=None, sampling=None, *
     return "".join(generator.stream(prompt, tokens, **(sampling or {})))
 
 
+POLICY_FILES = sorted((Path(__file__).parents[2] / "configs" / "policy").glob("*.yaml"))
 STREAMING = ["--policy", "streaming_llm"]
 
 
@@ -68,6 +71,48 @@ def test_policy_and_its_options(folder, capsys):
     assert narrow == expected + "\n" != answer(folder, "who?" * 8) + "\n"
 
 
+@pytest.mark.parametrize("path", POLICY_FILES, ids=lambda path: path.stem)
+def test_every_policy_file_can_be_given(folder, capsys, path):
+    summaries = ["--textual-summaries"] if path.stem in ("sumr", "zoomr") else []
+    narrow = ["-o", "width=8"] if path.stem == "sekv" else []
+    words = ["--prompt", "who?", "--policy", str(path), "--max-new-tokens", "3"]
+    code, out, err = run(capsys, folder, *words, *summaries, *narrow)
+    assert (code, err) == (0, "") and len(out) > 1
+
+
+def test_a_policy_file_and_what_wins_over_it(folder, capsys, tmp_path):
+    prompt = "who?" * 8
+    words = ["--prompt", prompt, "--max-new-tokens", "20"]
+    named, other = tmp_path / "streaming_llm.yaml", tmp_path / "small.yml"
+    named.write_text("budget: 12\nn_sink: 2\n", encoding="utf-8")
+    other.write_text("policy: streaming_llm\nbudget: 9\nn_sink: 2\n", encoding="utf-8")
+    narrow = answer(folder, prompt, policy="streaming_llm", budget=12, n_sink=2) + "\n"
+    assert run(capsys, folder, *words, "--policy", str(named))[1] == narrow
+    assert run(capsys, folder, *words, "--policy", str(other))[1] != narrow
+    for more in (["--budget", "12"], ["-o", "budget=12"]):
+        assert run(capsys, folder, *words, "--policy", str(other), *more)[1] == narrow
+
+
+def test_an_artifacts_own_policy_takes_a_file(folder, capsys, tmp_path, monkeypatch):
+    """What the artifact says is the default, a file is more, and ``-o`` most."""
+    artifact = SimpleNamespace(method="streaming_llm", options={"budget": 40, "n_sink": 3})
+    monkeypatch.setattr("zoomkv.export.artifact.is_artifact", lambda path: True)
+    monkeypatch.setattr("zoomkv.export.artifact.read_artifact", lambda path: artifact)
+    (tmp_path / "streaming_llm.yaml").write_text("budget: 20\n", encoding="utf-8")
+    words = ["--prompt", "who?" * 8, "--policy", str(tmp_path / "streaming_llm.yaml")]
+    words += ["--max-new-tokens", "20"]
+    for more, options in (([], {"budget": 20}), (["--budget", "9"], {"budget": 9})):
+        expected = answer(folder, "who?" * 8, policy="streaming_llm", n_sink=3, **options)
+        assert run(capsys, folder, *words, *more)[1] == expected + "\n"
+
+
+def test_a_policy_of_ones_own(folder, capsys):
+    words = ["--prompt", "who?" * 8, "--max-new-tokens", "20", "--budget", "12", "-o", "n-sink=2"]
+    target = "zoomkv.caches.streaming_llm:StreamingLLMCache"
+    named = run(capsys, folder, *words, "--policy", "streaming_llm")
+    assert run(capsys, folder, *words, "--policy", target) == named and named[0] == 0
+
+
 def test_sampling_follows_the_seed(folder, capsys):
     words = ["--prompt", "who?", "--temperature", "2.0", "--top-p", "0.9", "--max-new-tokens", "20"]
     _, first, _ = run(capsys, folder, *words, "--seed", "3")
@@ -92,6 +137,15 @@ def test_stats_go_to_stderr(folder, capsys):
         (["--prompt", " "], "the prompt is empty"),
         (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (["--prompt", "x", "--policy", "stremaing_llm"], "did you mean 'streaming_llm'?"),
+        (["--prompt", "x", "--policy", "/no/zoomr.yaml"], "/no/zoomr.yaml: there is no such file"),
+        (
+            ["--prompt", "x", "--policy", "no.such:Thing"],
+            "can't be imported (No module named 'no')",
+        ),
+        (["--prompt", "x", "--policy", "zoomkv.caches.full:Ful"], "has no attribute 'Ful'"),
+        (["--prompt", "x", "--policy", "zoomkv:load"], "load of zoomkv is no PolicyCache class"),
+        (["--prompt", "x", "--policy", "zoomkv:"], "is not of the form module:Class"),
+        (["--prompt", "x", "--policy", ".full:FullCache"], "is not of the form module:Class"),
         (["--prompt", "x", "--budget", "much"], "argument --budget: 'much' is not a number"),
         (["--prompt", "x", "--policy", "streaming_llm", "--budget", "0"], "budget=0"),
         (["--prompt", "x", "--policy", "streaming_llm", "--budget", "1.5"], "budget=1.5"),
@@ -127,6 +181,24 @@ def test_bad_input_is_one_line(folder, capsys, words, message):
 def test_what_needs_no_model_is_told_before_one_is_loaded(capsys, words):
     code, _, err = run(capsys, "/no/such/model", *words, "--policy", "zoomr")
     assert code == 2 and "no/such/model" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget: [\n", "can't be read (while parsing"),
+        ("- budget\n", "write NAME: VALUE lines"),
+        ("", "write NAME: VALUE lines"),
+        ("3: 4\n", "write NAME: VALUE lines"),
+        ("budgt: 4\n", "policy 'tova' has no option 'budgt': did you mean 'budget'?"),
+        ("policy: tvoa\n", "unknown policy 'tvoa': did you mean 'tova'?"),
+        ("budget: 0\n", "policy 'tova': budget=0: this policy needs at least"),
+    ],
+)
+def test_policy_files_that_are_none(folder, capsys, tmp_path, text, message):
+    (tmp_path / "tova.yaml").write_text(text, encoding="utf-8")
+    code, out, err = run(capsys, folder, "--prompt", "x", "--policy", str(tmp_path / "tova.yaml"))
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
 def test_a_file_that_is_not_text(folder, capsys, tmp_path):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoomkv.caches.registry import names
 from zoomkv.cli.parser import Parser, literal, option, positive_int
+from zoomkv.cli.parser import policy as policy_of
 
 if TYPE_CHECKING:
     from zoomkv.generation import Stats
@@ -21,25 +22,32 @@ MIB = 1024 * 1024
 def main(argv: Sequence[str]) -> None:
     """Streams one answer to stdout, and what it cost to stderr."""
     arguments = _parser().parse_intermixed_args(argv[1:])
-    options, sampling = _options(arguments), _sampling(arguments)
-    prompt = _prompt(arguments)
+    given, of_file = (None, {}) if arguments.policy is None else policy_of(arguments.policy)
+    options = {**of_file, **_options(arguments)}
+    sampling, prompt = _sampling(arguments), _prompt(arguments)
     import torch
 
     from zoomkv.caches.registry import check_options
     from zoomkv.export.artifact import is_artifact, read_artifact
     from zoomkv.generation import Generator, load
 
-    policy = arguments.policy or "full"
+    if arguments.trace is not None:
+        from zoomkv.evaluation.lens.recorder import TracingGenerator
+        from zoomkv.evaluation.lens.trace_file import check_place, write_trace
+
+        check_place(arguments.trace)
+    policy = given or "full"
     if is_artifact(arguments.model):
         artifact = read_artifact(arguments.model)
-        policy = arguments.policy or artifact.method
+        policy = given or artifact.method
         if policy == artifact.method:
             options = {**artifact.options, **options}
     check_options(policy, options)  # wrong names are told before the model is loaded
     model, tokenizer = load(
         arguments.model, arguments.precision, arguments.device, base=arguments.base
     )
-    generator = Generator(
+    kind = Generator if arguments.trace is None else TracingGenerator
+    generator = kind(
         model,
         tokenizer,
         policy,
@@ -53,6 +61,8 @@ def main(argv: Sequence[str]) -> None:
     print()
     if arguments.stats and generator.stats is not None:
         print(_report(generator.stats), file=sys.stderr)
+    if arguments.trace is not None:
+        write_trace(generator.trace(arguments.model), arguments.trace)
 
 
 def _parser() -> Parser:
@@ -66,7 +76,8 @@ def _parser() -> Parser:
     add(
         "--policy",
         metavar="NAME",
-        help=f"cache policy, by default the artifact's own, or full; one of {', '.join(names())}",
+        help="cache policy, by default the artifact's own, or full; a file of its options, such as "
+        f"configs/policy/zoomr.yaml; module:Class; or one of {', '.join(names())}",
     )
     add(
         "--budget",
@@ -95,6 +106,7 @@ def _parser() -> Parser:
     add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
     add("--base", help="where the artifact's base is now, if it was moved")
     add("--stats", action="store_true", help="end with speed and memory, on stderr")
+    add("--trace", metavar="FILE", help="write what the cache held in each step, for zoomkv lens")
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from pathlib import Path
 from typing import Any, NoReturn
 
 _WORDS = {"true": "True", "false": "False", "null": "None"}
@@ -44,3 +45,28 @@ def option(text: str) -> tuple[str, Any]:
     if not sign:
         raise ValueError(f"--option {text}: write NAME=VALUE, such as window=512")
     return name.replace("-", "_"), literal(value)
+
+
+def policy(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy's name, and the options of the file if ``text`` is one: ``NAME.yaml``.
+
+    A file holds one option a line, as ``configs/policy/`` does. It is named after its policy, or
+    has a line ``policy: NAME``.
+
+    Raises:
+        ValueError: The file can't be read, or is not what such files look like.
+    """
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml"):
+        return text, {}
+    from jsonargparse import get_loader
+
+    if not path.is_file():
+        raise ValueError(f"--policy {text}: there is no such file")
+    try:
+        found = get_loader("yaml")(path.read_text(encoding="utf-8"))
+    except Exception as error:  # PyYAML's errors have no base but this one
+        raise ValueError(f"--policy {text}: can't be read ({error})") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"--policy {text}: write NAME: VALUE lines, or {{}} for no options")
+    return str(found.pop("policy", path.stem)), found
