@@ -75,7 +75,10 @@ def timing_of(line: dict[str, Any], seconds: float, batch: int = 1) -> dict[str,
 
 
 def write_results(
-    path: Path, answers: Iterable[dict[str, Any]], timings: Sequence[dict[str, Any]] = (), **header: Any
+    path: Path,
+    answers: Iterable[dict[str, Any]],
+    timings: Sequence[dict[str, Any]] = (),
+    **header: Any,
 ) -> Path:
     """A results file, and its sidecar if there are timings."""
     lines = [HEADER | header, *answers]

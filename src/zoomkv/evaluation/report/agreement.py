@@ -21,10 +21,10 @@ _LEAST = 2  # answers of each kind that a step needs to be compared
 def dynamics(right: Sequence[Course], wrong: Sequence[Course]) -> dict[str, Any]:
     """The two groups' courses, and how they compare.
 
-    Steps with fewer than two right or two wrong answers are drawn but not compared. The crossover is
-    the step up to which the right answers' summed lead is largest: from there on, however far one
-    looks, wrong answers agree more on balance. For curves that cross once it is their crossing,
-    and noise moves it little.
+    Steps with fewer than two right or two wrong answers are drawn but not compared. The crossover
+    is the step up to which the right answers' summed lead is largest: from there on, however far
+    one looks, wrong answers agree more on balance. For curves that cross once it is their
+    crossing, and noise moves it little.
 
     Args:
         right: Of the right answers.

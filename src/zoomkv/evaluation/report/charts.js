@@ -57,7 +57,9 @@ function thinned(ticks, place, text) {
 
 // series: {name, s, look, points: [{x, y, low, high, tip}], band}; x and y: {domain, log, ticks, text}.
 function linePanel({ width, height = 220, series, x, y, description, marks = [], labels = true }) {
-  const box = { left: 40, right: width - 14, top: 12, bottom: height - 22 };
+  const ends = series.filter((each) => labels && each.look.chosen && each.points.at(-1)?.x > x.domain[0] + 0.93 * (x.domain[1] - x.domain[0]));
+  const margin = Math.min(width * 0.3, Math.max(14, ...ends.map((each) => 12 + CHARACTER * shortened(each.name).length)));
+  const box = { left: 40, right: width - margin, top: 12, bottom: height - 22 };
   const across = (x.log ? logarithmic : linear)(x.domain, [box.left, box.right]);
   const up = (y.log ? logarithmic : linear)(y.domain, [box.bottom, box.top]);
   const svg = make("svg", {
@@ -116,17 +118,20 @@ function linePanel({ width, height = 220, series, x, y, description, marks = [],
 
 // Beside the end of a line, where there is room.
 function directLabel(name, [px, py], placed, width, box) {
-  const text = name.length > 18 ? `${name.slice(0, 17)}…` : name;
+  const text = shortened(name);
   const wide = CHARACTER * text.length;
-  const tries = [];
-  for (const shift of [0, -14, 14, -26, 26, -38, 38, -50, 50, -62, 62])
-    for (const side of [8, -8 - wide]) tries.push([px + side, py + shift]);
+  const shifts = [0, 13, -13, 26, -26, 39, -39, 52, -52, 65, 78];
+  const tries = [8, -8 - wide].flatMap((side) => shifts.map((shift) => [px + side, py + shift]));
   const fits = ([x, y]) =>
     x >= box.left && x + wide <= width + 2 && y >= box.top - 4 && y <= box.bottom - 2 &&
     !placed.some(([x1, y1, x2, y2]) => x < x2 && x + wide > x1 && y - 6 < y2 && y + 6 > y1);
   const [x, y] = tries.find(fits) ?? [Math.min(px + 8, width - wide), py];
   placed.push([x, y - 6, x + wide, y + 6]);
   return make("text", { class: "label", x, y: y + 4 }, text);
+}
+
+function shortened(name, most = 18) {
+  return name.length > most ? `${name.slice(0, most - 1)}…` : name;
 }
 
 // One line for each item, best first: {name, s, look, value, low, high, n, text, tip}.
@@ -148,10 +153,9 @@ function rankPanel({ width, items, domain, bars, text, description }) {
   [...items].sort((a, b) => b.value - a.value).forEach((item, at) => {
     const y = 20 + at * line + line / 2;
     const { chosen, tint, shape } = item.look;
-    const name = item.name.length > 20 ? `${item.name.slice(0, 19)}…` : item.name;
     const group = make(
       "g", { class: `series${chosen ? " chosen" : ""}`, "data-s": item.s, style: { "--tint": tint } },
-      make("text", { class: "name", x: names - 8, y: y + 4, "text-anchor": "end" }, name),
+      make("text", { class: "name", x: names - 8, y: y + 4, "text-anchor": "end" }, shortened(item.name, 20)),
     );
     if (bars)
       group.append(make("rect", { class: "bar", x: box.left, y: y - 6, width: Math.max(1, across(item.value) - box.left), height: 12 }));

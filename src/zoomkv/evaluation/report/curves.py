@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from zoomkv.evaluation.report.estimates import mean_interval
@@ -13,13 +14,14 @@ _BINS = 48
 
 
 def bin_width(curves: Sequence[Mapping[str, Sequence[float]]]) -> int:
-    """Positions that share a point, so that a curve has at most 48 points.
+    """Positions that share a point, so that a curve has at most 48 points of whole bins of its own.
 
     Args:
         curves: All that are to be compared, each with its ``position``.
     """
-    last = max((max(curve["position"], default=0) for curve in curves), default=0)
-    return max(1, math.ceil((last + 1) / _BINS))
+    places = sorted({int(place) for curve in curves for place in curve["position"]})
+    step = min((after - before for before, after in pairwise(places)), default=1)
+    return step * max(1, math.ceil((max(places, default=0) + step) / (step * _BINS)))
 
 
 def mean_curve(curves: Sequence[Mapping[str, Sequence[float]]], width: int) -> dict[str, Any]:

@@ -40,9 +40,16 @@ function picker(figure, name, title, options) {
   const key = `${figure}:${name}`;
   if (!options.some(([value]) => value === picked[key])) picked[key] = options[0]?.[0];
   if (options.length < 2) return null;
+  const pick = (value) => { picked[key] = value; draw(); };
+  if (options.length > 5) {
+    const select = make("select", { name: key, "data-text": title, onchange: (event) => pick(event.target.value) },
+      ...options.map(([value, text]) => make("option", { value, dir: "auto" }, text)));
+    select.value = picked[key];
+    return make("fieldset", {}, make("legend", {}, title), select);
+  }
   const chips = options.map(([value, text]) => chip({
     type: "radio", name: key, checked: picked[key] === value, text,
-    change: () => { picked[key] = value; draw(); },
+    change: () => pick(value),
   }));
   return make("fieldset", {}, make("legend", {}, title), make("div", { class: "chips" }, ...chips));
 }
@@ -182,7 +189,7 @@ function accuracyByLength(rows, width) {
     axis: () => SHARE,
   });
   return parts.length ? {
-    title: "Longer texts are harder",
+    title: "What length does",
     deck: "Share of right answers against the length of the text.",
     parts,
     note: "Whiskers are 95 % Wilson intervals. Policies without a budget are in every panel.",
@@ -194,8 +201,8 @@ function memoryByLength(rows, width) {
   const of = picked["memory:of"];
   const parts = byLength(rows.filter((row) => row.right != null), width, {
     name: "Device bytes",
-    of: (row) => ({ y: row[of] || null }),
-    axis: (values) => logAxis(values.map((value) => value / 2 ** 20), (value) => number(value, value < 1 ? 1 : 0)),
+    of: (row) => ({ y: row[of] / 2 ** 20 || null }),
+    axis: (values) => logAxis(values, (value) => number(value, value < 1 ? 1 : 0)),
   });
   return parts.length ? {
     title: "What it costs on the device",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zoomkv import __version__
@@ -12,27 +12,14 @@ from zoomkv.evaluation.report.agreement import dynamics
 from zoomkv.evaluation.report.curves import bin_width, mean_curve
 from zoomkv.evaluation.report.estimates import mean_interval, ratio_interval
 from zoomkv.evaluation.report.source import Source
+from zoomkv.evaluation.results import CONDITION, key_of, rows
 from zoomkv.evaluation.statistics import wilson
 
 Answer = Mapping[str, Any]
 Numbers = dict[str, Any]
 
 FORMAT = 1
-FIDELITY = "fidelity"
-"""Name of the task whose answers compare distributions: none of them is right or wrong."""
-
-_CONDITION = ("task", "label", "budget", "protocol", "length")
-_ONE = (*_CONDITION, "seed", "id")
 _DEPTHS = 11  # rows of a heat map; more depths are put into tenths
-_MEANS = (
-    "tokens",
-    "prompt_tokens",
-    "device_bytes_mean",
-    "host_bytes",
-    "bytes_to_device",
-    "bytes_to_host",
-    "full_bytes",
-)
 
 
 def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
@@ -56,32 +43,32 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
     answers = _answers(sources, warnings)
     if not answers:
         raise ValueError(f"{sources[0].path}: no answers yet, so there is nothing to report")
-    seconds = _seconds(sources)
-    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    timings = {key_of(timing): timing for source in sources for timing in source.timings}
+    groups: dict[tuple[str, ...], list[Answer]] = {}
     for answer in answers:
-        groups.setdefault(_key(answer, _CONDITION), []).append(answer)
+        groups.setdefault(key_of(answer, CONDITION), []).append(answer)
     ordered = sorted(groups.values(), key=_order(answers))
     numbers: Numbers = {
         "format": FORMAT,
         "zoomkv": __version__,
         "command": command,
-        "model": sources[0].header["model"],
-        "fingerprint": sources[0].header.get("fingerprint", {}),
+        "model": sources[0].results.header["model"],
+        "fingerprint": sources[0].results.header.get("fingerprint", {}),
         "sources": [
             {
                 "file": source.path.name,
-                "zoomkv": source.header.get("zoomkv"),
-                "answers": len(source.answers),
-                "settings": source.header.get("settings", {}),
+                "zoomkv": source.results.header.get("zoomkv"),
+                "answers": len(source.results.answers),
+                "settings": source.results.header.get("settings", {}),
             }
             for source in sources
         ],
         "checks": [
             {name: check[name] for name in ("policy", "what", "ok", "detail")}
             for source in sources
-            for check in source.checks
+            for check in source.results.checks
         ],
-        "rows": [_row(group, seconds) for group in ordered],
+        "rows": [_row(group, timings) for group in ordered],
         "needles": _needles(ordered),
         "agreeability": _agreeability(ordered),
         "fidelity": _fidelity(ordered),
@@ -100,7 +87,7 @@ def _check_model(sources: Sequence[Source]) -> None:
     first = sources[0]
     for other in sources[1:]:
         for what in ("model", "fingerprint"):
-            ours, theirs = first.header.get(what), other.header.get(what)
+            ours, theirs = first.results.header.get(what), other.results.header.get(what)
             if ours != theirs:
                 raise ValueError(
                     f"{first.path} and {other.path} can't be in one report: {what} is "
@@ -110,11 +97,11 @@ def _check_model(sources: Sequence[Source]) -> None:
 
 def _answers(sources: Sequence[Source], warnings: list[str]) -> list[Answer]:
     """All answers, each once; the order of the files stays."""
-    found: dict[tuple[Any, ...], tuple[Answer, Source]] = {}
+    found: dict[tuple[str, ...], tuple[Answer, Source]] = {}
     for source in sources:
         again = 0
-        for answer in source.answers:
-            known, where = found.setdefault(_key(answer, _ONE), (answer, source))
+        for answer in source.results.answers:
+            known, where = found.setdefault(key_of(answer), (answer, source))
             if known is answer:
                 continue
             if known != answer:
@@ -128,21 +115,7 @@ def _answers(sources: Sequence[Source], warnings: list[str]) -> list[Answer]:
     return [answer for answer, _ in found.values()]
 
 
-def _seconds(sources: Sequence[Source]) -> dict[tuple[Any, ...], float]:
-    """What each answer took of its batch's time."""
-    return {
-        _key(timing, _ONE): timing["seconds"] / timing["batch"]
-        for source in sources
-        for timing in source.timings
-    }
-
-
-def _key(line: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    # By repr, since a budget of 1 row equals one of 1.0, the whole.
-    return tuple(repr(line[name]) for name in names)
-
-
-def _order(answers: Iterable[Answer]) -> Any:
+def _order(answers: Iterable[Answer]) -> Callable[[Sequence[Answer]], tuple[Any, ...]]:
     """Tasks and arms as they come, then no budget, shares, rows; then protocol and length."""
     places: dict[tuple[str, str], int] = {}
     for answer in answers:
@@ -165,47 +138,52 @@ def _order(answers: Iterable[Answer]) -> Any:
     return order
 
 
-def _row(group: Sequence[Answer], seconds: Mapping[tuple[Any, ...], float]) -> Numbers:
-    n, one = len(group), group[0]
-    judged = one["task"] != FIDELITY
-    right = sum(answer["right"] for answer in group)
-    low, high = wilson(right, n)
-    score, score_low, score_high = mean_interval([answer["score"] for answer in group])
-    means = {name: math.fsum(answer[name] for answer in group) / n for name in _MEANS}
-    peak = max(answer["device_bytes_peak"] for answer in group)
-    full = math.fsum(answer["full_bytes"] for answer in group)
-    peaks = math.fsum(answer["device_bytes_peak"] for answer in group)
-    timed = [answer for answer in group if _key(answer, _ONE) in seconds]
+def _row(group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer]) -> Numbers:
+    timed = [(answer, timings[key]) for answer in group if (key := key_of(answer)) in timings]
+    (row,) = rows(group, [timing for _, timing in timed])
+    judged = not _curves(group)
+    low, high = row.interval if judged else (None, None)
+    _, score_low, score_high = mean_interval([answer["score"] for answer in group])
     speed: Sequence[float | None] = (None, None, None)
     if timed:
-        taken = [seconds[_key(answer, _ONE)] for answer in timed]
-        speed = ratio_interval([answer["tokens"] for answer in timed], taken)
-    agreed = [
-        value for answer in group for value in answer["agreeability"] or () if value is not None
-    ]
+        speed = ratio_interval(
+            [answer["tokens"] for answer, _ in timed],
+            [timing["seconds"] / timing["batch"] for _, timing in timed],
+        )
+    agreed = [value for answer in group for value in answer["agreeability"] or ()]
     return {
-        **{name: one[name] for name in _CONDITION},
-        "policy": one["policy"],
-        "options": one["options"],
-        "n": n,
-        "right": right / n if judged else None,
-        "right_low": low if judged else None,
-        "right_high": high if judged else None,
-        "score": score,
+        **{name: getattr(row, name) for name in (*CONDITION, "policy")},
+        "options": group[0]["options"],
+        "seeds": list(row.seeds),
+        "n": row.n,
+        "right": row.right / row.n if judged else None,
+        "right_low": low,
+        "right_high": high,
+        "score": row.score,
         "score_low": max(0.0, score_low),
         "score_high": min(1.0, score_high),
-        "extracted": sum(answer["extracted"] for answer in group) / n if judged else None,
-        "truncated": sum(answer["truncated"] for answer in group) / n if judged else None,
-        **means,
-        "device_bytes_peak": peak,
-        "held": peaks / full if full else None,
-        "tokens_per_second": speed[0],
+        "extracted": row.extracted / row.n if judged else None,
+        "truncated": row.truncated / row.n if judged else None,
+        "tokens": row.tokens,
+        "prompt_tokens": math.fsum(answer["prompt_tokens"] for answer in group) / row.n,
+        "device_bytes_mean": row.device_bytes_mean,
+        "device_bytes_peak": row.device_bytes_peak,
+        "held": row.share,
+        "host_bytes": row.host_bytes,
+        "bytes_to_device": row.bytes_to_device,
+        "bytes_to_host": row.bytes_to_host,
+        "tokens_per_second": row.tokens_per_second,
         "tokens_per_second_low": speed[1],
         "tokens_per_second_high": speed[2],
         "timed": len(timed),
         "agreeability": math.fsum(agreed) / len(agreed) if agreed else None,
-        "kl": None if judged else math.fsum(answer["about"]["kl"] for answer in group) / n,
+        "kl": None if judged else math.fsum(answer["about"]["kl"] for answer in group) / row.n,
     }
+
+
+def _curves(group: Sequence[Answer]) -> list[Any]:
+    """Of answers that compare distributions: none of these is right or wrong."""
+    return [answer["about"]["curve"] for answer in group if answer["about"].get("curve")]
 
 
 def _needles(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
@@ -249,16 +227,10 @@ def _agreeability(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
 
 
 def _fidelity(ordered: Sequence[Sequence[Answer]]) -> list[Numbers]:
-    curves = {
-        row: [answer["about"]["curve"] for answer in group if answer["about"].get("curve")]
-        for row, group in enumerate(ordered)
-        if group[0]["task"] == FIDELITY
-    }
+    curves = {row: found for row, group in enumerate(ordered) if (found := _curves(group))}
     width = bin_width([curve for group in curves.values() for curve in group])
     return [
-        {"row": row, "width": width, **mean_curve(group, width)}
-        for row, group in curves.items()
-        if group
+        {"row": row, "width": width, **mean_curve(group, width)} for row, group in curves.items()
     ]
 
 

@@ -7,7 +7,7 @@ function values(name) {
   const rows = [...found];
   if (name === "budget" || name === "length")
     rows.sort(([, a], [, b]) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1]);
-  return rows.map(([value, row]) => [value, name === "budget" && row.budget == null ? "none" : text(row)]);
+  return rows.map(([value, row]) => [value, row[name] == null ? "none" : text(row)]);
 }
 
 function filterControls() {
@@ -87,7 +87,7 @@ function draw() {
   }
   // A picker that was clicked was drawn anew: the keyboard stays on it.
   if (held && !document.activeElement?.dataset?.text)
-    [...document.querySelectorAll("input[data-text]")].find((input) => input.name === held[0] && input.dataset.text === held[1])?.focus({ preventScroll: true });
+    [...document.querySelectorAll("[data-text]")].find((input) => input.name === held[0] && input.dataset.text === held[1])?.focus({ preventScroll: true });
   for (const button of document.querySelectorAll(".policies button")) {
     const label = LABELS[button.dataset.s];
     button.setAttribute("aria-pressed", state.chosen.has(label));
