@@ -1,0 +1,153 @@
+"""``zoomkv evaluate --config FILE``: policies side by side under one memory budget."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoomkv.cli.parser import Parser, literal, positive_int
+from zoomkv.evaluation.settings import Settings
+
+if TYPE_CHECKING:
+    from zoomkv.evaluation.runner import Watch
+    from zoomkv.evaluation.sharding import Share
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes results and prints their table; progress goes to stderr.
+
+    Returns:
+        0, or 1 if a check failed.
+    """
+    arguments = _parser().parse_args(argv[1:])
+    settings = _settings(arguments)
+    out = Path(arguments.out or _default_out(arguments))
+    if out.suffix != ".jsonl":
+        raise ValueError(f"--out {out}: give a file that ends with .jsonl")
+
+    from zoomkv.evaluation.runner import CheckFailed, evaluate
+
+    share, device = _share(arguments)
+    try:
+        with _progress(share.rank == 0) as watch:
+            evaluate(settings, out, device, share, watch)
+    except CheckFailed as error:
+        if share.rank == 0:
+            print(f"zoomkv: {error}", file=sys.stderr)
+        return 1
+    if share.rank == 0:
+        _report(out)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("evaluate", "Compares cache policies on tasks under one memory budget.")
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="settings in YAML, such as configs/eval/needle.yaml")
+    add("--model", metavar="M", help="the artifact or base model that all policies run on")
+    add("--policies", type=_words, metavar="A,B", help="of the settings, by label, or any others")
+    add("--budgets", type=_numbers, metavar="0.1,0.2", help="shares of full KV, or rows")
+    add("--lengths", type=_counts, metavar="N,N", help="tokens of prompts, for tasks that have any")
+    add("--tasks", type=_words, metavar="A,B", help="of the settings, by name, or any others")
+    add("--n", type=positive_int, metavar="N", help="questions for each task, length and seed")
+    add("--seeds", type=_counts, metavar="N,N", help="of the questions")
+    add("--precision", metavar="P", help="of the base: fp32, bf16, nf4, int8")
+    add(
+        "--out", metavar="FILE", help="results (runs/NAME.jsonl for NAME.yaml); a run goes on there"
+    )
+    add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
+    add("--devices", type=positive_int, default=1, metavar="N", help="processes of each machine")
+    add("--num-nodes", type=positive_int, default=1, metavar="M", help="machines")
+    return parser
+
+
+def _settings(arguments: Namespace) -> Settings:
+    settings = Settings.read(arguments.config) if arguments.config else Settings()
+    if arguments.policies:
+        settings = settings.with_policies(arguments.policies)
+    if arguments.tasks:
+        settings = settings.with_tasks(arguments.tasks)
+    if arguments.lengths:
+        settings = settings.with_lengths(arguments.lengths)
+    if arguments.n:  # also for tasks that have a number of their own
+        settings = replace(settings, tasks=tuple(replace(task, n=None) for task in settings.tasks))
+    if arguments.model:
+        settings = settings.with_model(arguments.model)
+    given = {name: getattr(arguments, name) for name in ("budgets", "n", "seeds", "precision")}
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+def _default_out(arguments: Namespace) -> str:
+    return f"runs/{Path(arguments.config or 'evaluation').stem}.jsonl"
+
+
+def _share(arguments: Namespace) -> tuple[Share, str]:
+    from zoomkv.evaluation.sharding import ALONE, launch
+
+    if arguments.devices == arguments.num_nodes == 1:
+        return ALONE, arguments.device
+    return launch(arguments.devices, arguments.num_nodes, arguments.device)
+
+
+def _report(out: Path) -> None:
+    from zoomkv.evaluation.results import empty_warning, read, read_timings, rows, table
+
+    found = rows(read(out).answers, read_timings(out))
+    if warning := empty_warning(found):
+        print(f"zoomkv: warning: {warning}", file=sys.stderr)
+    print(table(found))
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Watch]:
+    """A line on stderr; without a terminal, one for each thing that is begun."""
+    if not shown or not sys.stderr.isatty():
+        said: list[str] = []
+
+        def tell(what: str, answers: int) -> None:
+            if shown and what not in said:
+                said.append(what)
+                print(what, file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    counts: dict[str, int] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("loading", total=None)
+
+        def watch(what: str, answers: int) -> None:
+            counts[what] = counts.get(what, 0) + answers
+            told = f"{what}: {counts[what]} answers" if counts[what] else what
+            progress.update(bar, description=told)
+
+        yield watch
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise ArgumentTypeError(f"{text!r}: give names with commas between them")
+    return words
+
+
+def _numbers(text: str) -> tuple[int | float, ...]:
+    numbers = tuple(literal(word) for word in _words(text))
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ArgumentTypeError(f"{text!r}: give numbers with commas between them")
+    return numbers
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    words = _words(text)
+    if not all(word.isdecimal() and int(word) < 2**63 for word in words):
+        raise ArgumentTypeError(f"{text!r}: give whole numbers with commas between them")
+    return tuple(map(int, words))

@@ -161,7 +161,7 @@ class Settings:
         Raises:
             ValueError: It can't be read, or is not what settings look like.
         """
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -197,6 +197,11 @@ class Settings:
             known = [task for task in self.tasks if name in (task.name, task.task)]
             tasks += [task for task in known or [TaskSettings(name)] if task not in tasks]
         return replace(self, tasks=tuple(tasks))
+
+    def with_model(self, model: str) -> Settings:
+        """Everything on this model, also what has one of its own."""
+        arms = tuple(replace(arm, model=None) for arm in self.policies)
+        return replace(self, model=model, policies=arms)
 
     def with_lengths(self, lengths: Sequence[int]) -> Settings:
         """These lengths, for every task that has any."""
