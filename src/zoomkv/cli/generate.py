@@ -28,13 +28,12 @@ def main(argv: Sequence[str]) -> None:
     import torch
 
     from zoomkv.caches.registry import check_options
+    from zoomkv.evaluation.lens.recorder import TracingGenerator
+    from zoomkv.evaluation.lens.trace_file import check_place, write_trace
     from zoomkv.export.artifact import is_artifact, read_artifact
     from zoomkv.generation import Generator, load
 
     if arguments.trace is not None:
-        from zoomkv.evaluation.lens.recorder import TracingGenerator
-        from zoomkv.evaluation.lens.trace_file import check_place, write_trace
-
         check_place(arguments.trace)
     policy = given or "full"
     if is_artifact(arguments.model):
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     print()
     if arguments.stats and generator.stats is not None:
         print(_report(generator.stats), file=sys.stderr)
-    if arguments.trace is not None:
+    if isinstance(generator, TracingGenerator):
         write_trace(generator.trace(arguments.model), arguments.trace)
 
 

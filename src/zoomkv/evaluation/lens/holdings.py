@@ -15,7 +15,7 @@ from zoomkv.caches.sentence_kv import SentenceKVCache
 from zoomkv.caches.sumr import SumRCache
 
 PLAIN, ZOOMED, SUMMARY = 0, 1, 2
-"""What a token's own row is read as: like any other, because it was chosen, in a summary's place."""
+"""What a token's own row is read as: like any other, because it was chosen, as a summary."""
 
 
 class Heads(NamedTuple):

@@ -46,7 +46,7 @@ class Recorder:
         self._pairs = np.array(pairs)[:, None]
         self._levels = np.minimum(self._pairs, LEVELS)
         self._log = ChangeLog([PLAIN, *self._levels[:, 0].tolist()])
-        self._alike = True  # so far, all groups
+        self._alike = True  # so far, all layers
         self._device_bytes: list[int] = []
         self._host_bytes: list[int] = []
         self._fetches: list[list[int]] = []
@@ -74,7 +74,7 @@ class Recorder:
             raise ValueError("nothing was generated, so there is nothing to trace")
         if len(tokens) != len(self.ids) + 1:
             raise ValueError(
-                f"{len(tokens)} pieces for {len(self.ids)} tokens that were fed and one that was not"
+                f"{len(tokens)} pieces, but {len(self.ids)} tokens were fed and one was not"
             )
         changes, groups = self._log.changes(len(tokens)), self._groups
         levels = self._levels[:, 0].tolist()
@@ -125,9 +125,7 @@ class Recorder:
     def _look_at_prompt(self, step: Step, hidden: Tensor) -> None:
         """The prompt is one step, however many forwards read it: the last of them counts."""
         shape = self.cache.shape
-        self._row_bytes = (
-            2 * shape.layers * shape.kv_heads * shape.head_dim * hidden.element_size()
-        )
+        self._row_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * hidden.element_size()
         self.prompt = int(self.cache.lengths[0] + step.added[0])
         for series in (self._device_bytes, self._host_bytes, self._fetches):
             series.clear()
@@ -140,22 +138,22 @@ class Recorder:
     def _look(self, step: Step) -> None:
         cache = self.cache
         heads = [heads_of(cache, layer) for layer in range(len(cache))]
-        exact = self._told(torch.stack([each.exact for each in heads]))
-        coarse = self._told(torch.stack([each.coarse for each in heads]))
+        by_layer = [torch.stack(counts).numpy() for counts in zip(*heads, strict=True)]
+        exact, coarse = map(self._told, by_layer)
         # Two shares that are rounded up may exceed the whole; what is read exactly is told.
         codes = (exact | np.minimum(coarse, self._levels - exact) << 4).astype(np.uint8)
         marks = marks_of(cache)
         first = np.full_like(codes[:1], PLAIN) if marks is None else marks.numpy()[None]
         itself = np.concatenate([[[PLAIN]], self._levels]).astype(np.uint8)
         self._log.add(np.concatenate([np.concatenate([first, codes]), itself], axis=1))
-        self._alike = self._alike and bool((codes == codes[:1]).all())
+        self._alike = self._alike and all(bool((n == n[:1]).all()) for n in by_layer)
         self._steps += 1
         self._measure()
 
-    def _told(self, heads: Tensor) -> np.ndarray:  # [L, n] -> int64 [groups, n]
+    def _told(self, heads: np.ndarray) -> np.ndarray:  # [L, n] -> int64 [groups, n]
         """The share of each group in its parts: none and all are exactly that."""
         starts = [first for first, _ in self._groups]
-        counts = np.add.reduceat(heads.numpy(), starts, axis=0)
+        counts = np.add.reduceat(heads, starts, axis=0)
         parts = np.rint(counts * self._levels / self._pairs).astype(np.int64)
         some = (counts > 0) & (counts < self._pairs)
         return np.where(some, parts.clip(1, np.maximum(self._levels - 1, 1)), parts)
@@ -171,8 +169,8 @@ class Recorder:
         """Tokens that were asked for and fetched so far, over all layers and heads."""
         if not isinstance(self.cache, SeKVCache):
             return []
-        layers = self.cache.layers
-        return [sum(int(getattr(own, n).sum()) for own in layers) for n in ("asked", "fetched")]
+        told = self.cache.trace()
+        return [sum(sum(entry[name]) for entry in told) for name in ("asked", "fetched")]
 
     def _spans(self) -> list[dict[str, list[int]]]:
         if not isinstance(self.cache, SumRCache):

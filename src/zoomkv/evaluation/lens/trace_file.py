@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,18 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raises, before an answer is paid for, where a trace can't be written.
+
+    Raises:
+        ValueError: The folder is not there, or the path is a folder itself.
+    """
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"--trace {path}: the folder {Path(path).parent} is not there; make it")
+    if Path(path).is_dir():
+        raise ValueError(f"--trace {path}: a folder; name a file in it")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Lets a text file appear whole or not at all."""
     partial = path.with_name(path.name + ".partial")
@@ -151,10 +164,8 @@ def _check(trace: Trace) -> None:
     _must(_count(trace.prompt) and 0 < trace.prompt < len(tokens), "prompt is out of range")
     _must(all(map(_count, (trace.layers, trace.kv_heads, trace.row_bytes))), "sizes are no counts")
     edges = [0, *(end for _, end in groups)]
-    _must(
-        edges[-1] == trace.layers and [[a, b] for a, b in zip(edges, edges[1:])] == groups,
-        "its groups are not its layers",
-    )
+    _must(_all(int, edges) and edges[-1] == trace.layers, "its groups are not its layers")
+    _must([list(pair) for pair in pairwise(edges)] == groups, "its groups are not its layers")
     _must(_all(int, trace.levels) and len(trace.levels) == len(groups), "levels are missing")
     _must(all(0 < level <= LEVELS for level in trace.levels), "levels are out of range")
     _must(trace.unread in ("host", "gone"), f"unread is {trace.unread!r}")
@@ -169,9 +180,7 @@ def _check(trace: Trace) -> None:
         for span in (*choice["zoomed"], *choice["summarised"]):
             _must(_count(span) and span < len(trace.spans), "a choice names no span")
         _must(_all(int, choice.get("votes") or []), "votes are no counts")
-    _must(
-        not trace.fetches or len(trace.fetches) == trace.steps, "fetches are not of every step"
-    )
+    _must(not trace.fetches or len(trace.fetches) == trace.steps, "fetches are not of every step")
     decoded = Changes.decoded(trace.changes, (1 + len(groups)) * len(tokens))
     _must(len(decoded.counts) == trace.steps, "its changes are not of every step")
 
