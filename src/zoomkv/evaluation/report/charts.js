@@ -9,7 +9,7 @@ const SHAPES = [
   (r) => `M${-r * 1.2} ${-r * 0.4}H${-r * 0.4}V${-r * 1.2}H${r * 0.4}V${-r * 0.4}H${r * 1.2}V${r * 0.4}H${r * 0.4}V${r * 1.2}H${-r * 0.4}V${r * 0.4}H${-r * 1.2}Z`,
   (r) => `M${-r * 1.1} ${-r * 0.75}L${-r * 0.75} ${-r * 1.1}L0 ${-r * 0.35}L${r * 0.75} ${-r * 1.1}L${r * 1.1} ${-r * 0.75}L${r * 0.35} 0L${r * 1.1} ${r * 0.75}L${r * 0.75} ${r * 1.1}L0 ${r * 0.35}L${-r * 0.75} ${r * 1.1}L${-r * 1.1} ${r * 0.75}L${-r * 0.35} 0Z`,
 ];
-const CHARACTER = 6.6; // pixels that a character of a label takes, about
+const CHARACTER = 7.2; // pixels that a character of a label takes, about
 
 function swatch(label) {
   const { tint, shape, chosen } = look(label);
@@ -55,10 +55,11 @@ function thinned(ticks, place, text) {
   return kept;
 }
 
-// series: {name, s, look, points: [{x, y, low, high, tip}], band}; x and y: {domain, log, ticks, text}.
-function linePanel({ width, height = 220, series, x, y, description, marks = [], labels = true }) {
-  const ends = series.filter((each) => labels && each.look.chosen && each.points.at(-1)?.x > x.domain[0] + 0.93 * (x.domain[1] - x.domain[0]));
-  const margin = Math.min(width * 0.3, Math.max(14, ...ends.map((each) => 12 + CHARACTER * shortened(each.name).length)));
+// quiet: what is not chosen has no dots. series: {name, s, look, points: [{x, y, low, high, tip}], band}; x and y: {domain, log, ticks, text}.
+function linePanel({ width, height = 220, series, x, y, description, marks = [], labels = true, quiet = false }) {
+  const share = (x.log ? logarithmic : linear)(x.domain, [0, 1]);
+  const ends = series.filter((each) => labels && each.look.chosen && each.points.length && share(each.points.at(-1).x) > 0.93);
+  const margin = Math.min(width * 0.3, Math.max(14, ...ends.map((each) => 16 + CHARACTER * shortened(each.name).length)));
   const box = { left: 40, right: width - margin, top: 12, bottom: height - 22 };
   const across = (x.log ? logarithmic : linear)(x.domain, [box.left, box.right]);
   const up = (y.log ? logarithmic : linear)(y.domain, [box.bottom, box.top]);
@@ -105,29 +106,48 @@ function linePanel({ width, height = 220, series, x, y, description, marks = [],
       if (each.band && places.length > 1) return;
       if (point.low != null)
         group.append(make("line", { class: "whisker", x1: px, x2: px, y1: inside(point.low), y2: inside(point.high) }));
-      group.append(make("path", { class: "dot", d: SHAPES[shape](chosen ? 4 : 2.2), transform: `translate(${px} ${py})` }));
-      placed.push([px - 5, py - 5, px + 5, py + 5]);
+      if (chosen || !quiet)
+        group.append(make("path", { class: "dot", d: SHAPES[shape](chosen ? 4 : 2.2), transform: `translate(${px} ${py})` }));
+      if (chosen) placed.push([px - 5, py - 5, px + 5, py + 5]);
     });
     svg.append(group);
     if (chosen && labels && places.length) last.push([each, places.at(-1), group]);
   }
-  for (const [each, place, group] of last) group.append(directLabel(each.name, place, placed, width, box));
+  directLabels(last, placed, width, box);
   attend(svg, targets);
   return svg;
 }
 
-// Beside the end of a line, where there is room.
-function directLabel(name, [px, py], placed, width, box) {
+// Those of lines that end at the right stand in the margin, one below the other; the others find
+// room beside their last point.
+function directLabels(last, placed, width, box) {
+  const line = 13;
+  const atEnd = last.filter(([, [px]]) => px > box.left + 0.93 * (box.right - box.left)).sort((a, b) => a[1][1] - b[1][1]);
+  let y = -Infinity;
+  const heights = atEnd.map(([, [, py]]) => (y = Math.max(py, y + line, box.top)));
+  for (let at = heights.length - 1, most = box.bottom - 3; at >= 0 && heights[at] > most; at -= 1, most -= line) heights[at] = most;
+  const startX = Math.max(box.right, ...atEnd.map(([, [px]]) => px)) + 10;
+  atEnd.forEach(([each, [px, py], group], at) => {
+    if (Math.abs(heights[at] - py) > 5)
+      group.append(make("path", { class: "leader", d: `M${px + 4} ${py}L${startX - 2} ${heights[at]}` }));
+    putLabel(group, each.name, startX, heights[at], placed);
+  });
+  for (const [each, [px, py], group] of last.filter((one) => !atEnd.includes(one))) {
+    const wide = CHARACTER * shortened(each.name).length;
+    const shifts = [0, 13, -13, 26, -26, 39, -39, 52, -52, 65, 78];
+    const tries = [8, -8 - wide].flatMap((side) => shifts.map((shift) => [px + side, py + shift]));
+    const fits = ([x, y]) =>
+      x >= box.left && x + wide <= width + 2 && y >= box.top - 4 && y <= box.bottom - 2 &&
+      !placed.some(([x1, y1, x2, y2]) => x < x2 && x + wide > x1 && y - 6 < y2 && y + 6 > y1);
+    const found = tries.find(fits);
+    if (found) putLabel(group, each.name, ...found, placed);
+  }
+}
+
+function putLabel(group, name, x, y, placed) {
   const text = shortened(name);
-  const wide = CHARACTER * text.length;
-  const shifts = [0, 13, -13, 26, -26, 39, -39, 52, -52, 65, 78];
-  const tries = [8, -8 - wide].flatMap((side) => shifts.map((shift) => [px + side, py + shift]));
-  const fits = ([x, y]) =>
-    x >= box.left && x + wide <= width + 2 && y >= box.top - 4 && y <= box.bottom - 2 &&
-    !placed.some(([x1, y1, x2, y2]) => x < x2 && x + wide > x1 && y - 6 < y2 && y + 6 > y1);
-  const [x, y] = tries.find(fits) ?? [Math.min(px + 8, width - wide), py];
-  placed.push([x, y - 6, x + wide, y + 6]);
-  return make("text", { class: "label", x, y: y + 4 }, text);
+  placed.push([x, y - 6, x + CHARACTER * text.length, y + 6]);
+  group.append(make("text", { class: "label", x, y: y + 4 }, text));
 }
 
 function shortened(name, most = 18) {
@@ -137,7 +157,7 @@ function shortened(name, most = 18) {
 // One line for each item, best first: {name, s, look, value, low, high, n, text, tip}.
 function rankPanel({ width, items, domain, bars, text, description }) {
   const line = 22;
-  const names = Math.min(150, 14 + CHARACTER * Math.max(...items.map((item) => Math.min(20, item.name.length))));
+  const names = Math.min(166, 14 + 1.15 * CHARACTER * Math.max(...items.map((item) => Math.min(20, item.name.length))));
   const box = { left: names, right: width - 108 };
   const across = linear(domain, [box.left, box.right]);
   const height = items.length * line + 20;

@@ -78,7 +78,7 @@ function oneByOne(series, axes, title) {
     title: each.name,
     note: "",
     svg: (width) => linePanel({
-      width, height: 130, ...axes, labels: false, description: `${title}: ${each.name}`,
+      width, height: 130, ...axes, labels: false, quiet: true, description: `${title}: ${each.name}`,
       series: series.map((other) => ({
         ...other,
         band: other === each,
@@ -108,8 +108,9 @@ function byBudget(rows, width) {
   ]);
   const kind = several ? picked["budget:view"] : "ranked";
   const ranked = kind === "ranked" ? rankedBy("budget", judged) : null;
+  const where = kind === "each" ? picker("budget", "where", "Task", panels.map(([title]) => [title, title])) : null;
   const x = logAxis(panels.flatMap(([, own]) => own.map(place)), shortPercent);
-  const parts = [make("div", { class: "pickers" }, view || null, kind === "ranked" ? ranked.picker : axis)];
+  const parts = [make("div", { class: "pickers" }, view || null, where, kind === "ranked" ? ranked.picker : axis)];
   if (kind === "ranked") {
     const kept = panels.map(([title, own]) => [title, own.filter(ranked.keep)]).filter(([, own]) => own.length);
     parts.push(gridOf(width, kept.map(([title, own]) => ({
@@ -131,7 +132,7 @@ function byBudget(rows, width) {
       }),
     }));
     if (kind === "together") parts.push(gridOf(width, all, 400));
-    else for (const { title, note, own } of all)
+    else for (const { title, note, own } of all.filter((each) => each.title === picked["budget:where"]))
       parts.push(
         make("h3", {}, bdi(title), make("span", { class: "n" }, `  ${note}`)),
         gridOf(width, oneByOne(seriesOf(own, point), { x, y: { ...SHARE, ticks: [0, 0.5, 1] } }, title), 150, 240),
