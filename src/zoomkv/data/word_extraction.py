@@ -250,7 +250,7 @@ def frequent_word_prompts(
 
 def _repeated(drawn: Sequence[str], common: int, often: tuple[int, int], seed: int) -> list[str]:
     """The first ``common`` words and the others, as often as they come, shuffled."""
-    entries = [*drawn[:common] * often[0], *drawn[common:] * often[1]]
+    entries = [*list(drawn[:common]) * often[0], *list(drawn[common:]) * often[1]]
     random.Random(f"shuffled {seed}").shuffle(entries)
     return entries
 
