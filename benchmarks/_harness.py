@@ -105,12 +105,18 @@ class Feeder:
         dtype: Of keys, values and queries.
         device: Where they come to be.
         batch: Rows.
+        hidden: Width of the decoder's states, where a cache looks at them.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: str = "cpu", batch: int = 1
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        batch: int = 1,
+        hidden: int = 0,
     ) -> None:
-        self.shape, self.batch = shape, batch
+        self.shape, self.batch, self.hidden = shape, batch, hidden
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._generator = torch.Generator(device)
 
@@ -120,19 +126,35 @@ class Feeder:
         The random numbers begin anew, so that all caches are fed the same.
         """
         self._generator.manual_seed(0)
-        step = None
         if isinstance(cache, PolicyCache):
             cache.expect_prompt(length)
+        self.read(cache, length, word)
+
+    def read(
+        self,
+        cache: Any,
+        length: int,
+        word: int,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """Feeds some of a prompt, one word again and again.
+
+        ``watch`` is called in each layer with the keys and values that it attends to.
+        """
+        step = None
+        if isinstance(cache, PolicyCache):
             ids = torch.full((self.batch, length), word, device=self._options["device"])
             step = cache.begin(ids, None, None)
         each = self.shape.heads // self.shape.kv_heads
         for layer in range(self.shape.layers):
-            read, _ = cache.update(self._random(length), self._random(length), layer)
+            read, value = cache.update(self._random(length), self._random(length), layer)
+            if watch is not None:
+                watch(read, value)
             if step is not None and step.observer is not None:
                 query = self._random(length * each).view(self.batch, self.shape.heads, length, -1)
                 step.observations.append(step.observer(step, layer, query, read))
         if step is not None:
-            cache.commit(step, torch.empty(0))
+            cache.commit(step, self._states(length))
 
     def decode(self, cache: PolicyCache, token: Tensor) -> None:  # [B, 1]
         """Feeds one token to a cache whose prompt has been read."""
@@ -143,11 +165,13 @@ class Feeder:
         queries = queries.view(self.batch, shape.heads, shape.layers, -1)
         for layer in range(shape.layers):
             keys, values = rows[:, :, 2 * layer], rows[:, :, 2 * layer + 1]
-            read, _ = cache.update(keys[:, :, None], values[:, :, None], layer)
+            read, value = cache.update(keys[:, :, None], values[:, :, None], layer)
+            query = queries[:, :, layer : layer + 1]
             if step.observer is not None:
-                query = queries[:, :, layer : layer + 1]
                 step.observations.append(step.observer(step, layer, query, read))
-        cache.commit(step, torch.empty(0))
+            if step.reader is not None:
+                step.reader(layer, query, read, value, shape.head_dim**-0.5)
+        cache.commit(step, self._states(1))
 
     def think(
         self,
@@ -162,6 +186,10 @@ class Feeder:
             self.decode(cache, script.token(number).expand(self.batch, 1))
             if watch is not None:
                 watch()
+
+    def _states(self, length: int) -> Tensor:  # [B, length, hidden]
+        size = (self.batch, length, self.hidden)
+        return torch.randn(size, generator=self._generator, **self._options)
 
     def _random(self, length: int) -> Tensor:  # [B, Hkv, length, D]
         size = (self.batch, self.shape.kv_heads, length, self.shape.head_dim)

@@ -276,7 +276,9 @@ def _cache(shape: Shape, policy: str, **chosen: Any) -> Any:
         max_position_embeddings=1 << 20,
     )
     # A cache reads its model's configuration and nothing else.
-    return make_cache(policy, SimpleNamespace(config=config), BareTokenizer(), **chosen)
+    return make_cache(
+        policy, SimpleNamespace(config=config, dtype=torch.bfloat16), BareTokenizer(), **chosen
+    )
 
 
 def _full(shape: Shape, policy: str, tokens: int) -> int:

@@ -30,7 +30,10 @@ def scripts():
     """The benchmarks as modules, by name."""
     sys.path.insert(0, str(FOLDER))
     try:
-        names = ("_harness", "context", "decode", "evicting", "lowrank", "memory", "needles", "gpu")
+        names = (
+            *("_harness", "context", "context_memory", "decode", "evicting", "lowrank", "memory"),
+            *("needles", "gpu"),
+        )
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(FOLDER))
@@ -352,6 +355,7 @@ def test_json_is_written_as_a_whole_or_not_at_all(harness, tmp_path):
         ("memory", ["--quick"], ["R1-Distill-Llama-8B", "streamed, int8", "beacon_kv"]),
         ("evicting", ["--quick"], ["snapkv", "x floor", "of it queries"]),
         ("context", ["--quick"], ["sekv", "DynamicCache 2K", "rows read"]),
+        ("context_memory", ["--quick"], ["Llama-3-8B", "Qwen2.5-14B", "streamed"]),
         (
             "gpu",
             ["--dry-run", "--device", "cpu", "--models", "qwen-7b"],
