@@ -123,6 +123,35 @@ def test_names_that_are_not_there(tmp_path):
         load_base(str(tmp_path / "bad.gguf"))
 
 
+@pytest.mark.parametrize("name", ["smollm-135m", "SmolLM2-135M", "smollm2-135", "smolm2_135m"])
+def test_a_misspelt_default_is_told_without_asking_the_hub(name, monkeypatch):
+    monkeypatch.setattr("transformers.utils.has_file", None)
+    with pytest.raises(ValueError, match=f"^model '{name}': did you mean smollm2-135m\\?$"):
+        load_base(name)
+
+
+def test_a_path_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.utils.has_file", None)
+    for name in (str(tmp_path / "none"), "./none", "../none", "~/none-of-this"):
+        with pytest.raises(ValueError, match="there is no such folder"):
+            load_base(name)
+
+
+def test_the_hub_is_asked_once_before_anything_is_fetched(monkeypatch):
+    """Behind it are half a minute of attempts where there is no network."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    asked = []
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: asked.append("config"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: asked.append("tokens"))
+    monkeypatch.setattr("transformers.utils.has_file", lambda *what: asked.append(what))
+    for load in (load_base, load_tokenizer):
+        with pytest.raises(ValueError, match="^model 'some/model': .*hub can't be reached") as told:
+            load("some/model")
+        assert "\n" not in str(told.value)
+    assert asked == [("some/model", "config.json")] * 2
+
+
 def test_other_architectures_and_windows_are_refused_by_name():
     from transformers import Gemma3TextConfig, GPT2Config, MistralConfig, Qwen2Config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ from zoomkv.backbone.families import check_supported
 
 Precision = Literal["fp32", "bf16", "nf4", "int8"]
 QUANTISED = ("nf4", "int8")
+_NO_MODEL = "no such hub id, folder or GGUF file that can be read"
 
 
 def load_base(
@@ -46,7 +48,7 @@ def load_base(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = resolve(name)
-    with _explained(name, "no such hub id, folder or GGUF file that can be read"):
+    with _explained(name, _NO_MODEL):
         config = AutoConfig.from_pretrained(folder)
     check_supported(config, name)
     options: dict[str, Any] = {
@@ -95,7 +97,23 @@ def resolve(name: str) -> str:
             raise ValueError(f"model '{name}': there is no such GGUF file")
         with _explained(name, "not a GGUF file that transformers can read"), _quiet_off_terminal():
             return str(dequantised(path))
-    return str(path) if path.exists() else name
+    if path.exists():
+        return str(path)
+    if path.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ValueError(f"model '{name}': there is no such folder")
+    if "/" not in name and get_close_matches(name.lower(), [EMBEDDED_NAME], cutoff=0.7):
+        raise ValueError(f"model '{name}': did you mean {EMBEDDED_NAME}?")
+    _check_hub(name)
+    return name
+
+
+def _check_hub(name: str) -> None:
+    """Asks the hub for a model once: ``from_pretrained`` would try for half a minute."""
+    from transformers.utils import has_file
+
+    with _explained(name, _NO_MODEL):
+        if not has_file(name, "config.json"):
+            raise OSError("the hub can't be reached, or has no model's config.json of that name")
 
 
 @contextmanager
