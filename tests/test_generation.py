@@ -225,6 +225,8 @@ def test_a_model_that_is_only_prompted_to_summarise(base):
     model, tokenizer = load(base)
     with pytest.raises(ValueError, match="the tokenizer has no token"):
         Generator(model, tokenizer, "zoomr")
+    with pytest.raises(ValueError, match="policy 'snapkv' has no use for them"):
+        Generator(model, tokenizer, "snapkv", textual_summaries=True)
     make = Generator(model, tokenizer, "zoomr", textual_summaries=True, system="Be brief.")
     assert make.render("hi").startswith("<|im_start|>system\nBe brief.\n\nThink step by step")
     assert make.generate("hi", 6)[0].ids

@@ -21,7 +21,7 @@ from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
 from zoomkv.backbone.load import QUANTISED, Precision, load_base
 from zoomkv.caches.base import Footprint, PolicyCache
-from zoomkv.caches.registry import make_cache
+from zoomkv.caches.registry import make_cache, reads_summaries
 from zoomkv.export.artifact import ADAPTER, is_artifact, read_artifact, read_router
 from zoomkv.spans.thoughts import SUMMARY_INSTRUCTION, Delimiters
 
@@ -130,7 +130,8 @@ class Generator:
         **options: Options of the policy.
 
     Raises:
-        ValueError: Unknown policy, options out of range, or a system prompt without chat template.
+        ValueError: Unknown policy, options out of range, a system prompt without chat template, or
+            ``textual_summaries`` for a policy that has no use for them.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Generator:
         if not chat and (system or textual_summaries):
             raise ValueError("chat=False leaves no place for a system prompt: put it in the prompt")
         if textual_summaries:
+            check_reads_summaries(policy)
             self.system = "\n\n".join(filter(None, (system, SUMMARY_INSTRUCTION)))
             self._delimiters = Delimiters.textual(tokenizer)
         if not is_attached(model):
@@ -345,6 +347,15 @@ class Generator:
                 f"{limit} positions; its output may degrade there",
                 stacklevel=3,
             )
+
+
+def check_reads_summaries(policy: str) -> None:
+    """Raises ValueError if a policy has no use for summaries that a model would be asked for."""
+    if not reads_summaries(policy):
+        raise ValueError(
+            f"textual summaries: policy '{policy}' has no use for them; choose zoomr or sumr, or "
+            "do without"
+        )
 
 
 def _told(output: Tensor, mask: Tensor, answers: list[Answer]) -> tuple[Tensor, Tensor]:

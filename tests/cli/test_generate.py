@@ -177,6 +177,14 @@ def test_bad_input_is_one_line(folder, capsys, words, message):
     assert message in err.splitlines()[-1]
 
 
+def test_summaries_are_for_policies_that_read_them(capsys):
+    for policy in ("full", "streaming_llm", "zoomkv.caches.tova:TOVACache"):
+        words = ["--prompt", "x", "--policy", policy, "--textual-summaries"]
+        code, _, err = run(capsys, "/no/such/model", *words)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert f"policy '{policy}' has no use for them; choose zoomr or sumr" in err
+
+
 @pytest.mark.parametrize("words", [["--prompt", "x", "-o", "windw=3"], ["--prompt", " "], []])
 def test_what_needs_no_model_is_told_before_one_is_loaded(capsys, words):
     code, _, err = run(capsys, "/no/such/model", *words, "--policy", "zoomr")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     from zoomkv.evaluation.lens.recorder import TracingGenerator
     from zoomkv.evaluation.lens.trace_file import check_place, write_trace
     from zoomkv.export.artifact import is_artifact, read_artifact
-    from zoomkv.generation import Generator, load
+    from zoomkv.generation import Generator, check_reads_summaries, load
 
     if arguments.trace is not None:
         check_place(arguments.trace)
@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> None:
         if policy == artifact.method:
             options = {**artifact.options, **options}
     check_options(policy, options)  # wrong names are told before the model is loaded
+    if arguments.textual_summaries:
+        check_reads_summaries(policy)
     model, tokenizer = load(
         arguments.model, arguments.precision, arguments.device, base=arguments.base
     )
