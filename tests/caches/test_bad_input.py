@@ -1,6 +1,7 @@
 """Faults that users hit, each with its one clear line."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,51 @@ def test_a_cached_prompt_is_not_fed_again(model: Any) -> None:
         model.generate(PROMPT, cache=cache, max_new_tokens=3)
     longer = torch.cat([PROMPT, PROMPT[:, :1]], dim=1)  # one new token: fine
     assert model.generate(longer, cache=cache, max_new_tokens=3, do_sample=False).shape == (1, 15)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "sekv"])
+def test_a_prompt_that_is_padded_on_the_right(model: Any, policy: str) -> None:
+    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 11, dtype=torch.int64)
+    mask[1, 8:] = 0
+    options = {"max_new_tokens": 3, "do_sample": False}
+    own = {"width": 8} if policy == "sekv" else {}
+    cache = make_cache(policy, model, **own)
+    with pytest.raises(ValueError, match="row 1 of the prompt ends in padding.*pad on the left"):
+        model.generate(ids, attention_mask=mask, cache=cache, **options)
+    # Who picks the right logits by hand may go on.
+    cache = make_cache(policy, model, **own)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, cache=cache).logits[[0, 1], [10, 7]]
+        tokens = [logits.argmax(-1)]
+        for _ in range(2):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            logits = model(tokens[-1][:, None], attention_mask=mask, cache=cache).logits[:, -1]
+            tokens.append(logits.argmax(-1))
+    alone = model.generate(ids[1:, :8], cache=make_cache(policy, model, **own), **options)
+    assert torch.stack(tokens, 1)[1].tolist() == alone[0, 8:].tolist()
+
+
+def test_a_cache_that_holds_another_text(model: Any) -> None:
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cache = make_cache("full", model)
+    model.generate(PROMPT, cache=cache, **options)  # 15 columns
+    for other in (PROMPT[:, :4], PROMPT, torch.arange(20, 35)[None], PROMPT.repeat(2, 1)):
+        with pytest.raises(ValueError, match=r"holds a text of 15 columns: for another .* new cac"):
+            model.generate(other, cache=cache, **options)
+    cache.reset()
+    other = torch.arange(40, 50)[None]
+    expected = model.generate(other, **options)
+    assert torch.equal(model.generate(other, cache=cache, **options), expected)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
+def test_a_cache_that_is_not_to_be_used(model: Any, policy: str) -> None:
+    cache = make_cache(policy, model)
+    for call in (model, partial(model.generate, max_new_tokens=3)):
+        with pytest.raises(ValueError, match="^use_cache=False contradicts the .*Cache that was g"):
+            call(PROMPT, cache=cache, use_cache=False)
+    assert cache.seen == 0
+    assert model.generate(PROMPT, use_cache=False, max_new_tokens=3).shape == (1, 14)
 
 
 def test_masks_that_contradict_the_cache(model: Any) -> None:

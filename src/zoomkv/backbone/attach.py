@@ -130,6 +130,11 @@ def _before_forward(
     input_ids = args[0] if args else kwargs.get("input_ids")
     if input_ids is None or kwargs.get("inputs_embeds") is not None:
         raise ValueError(f"{type(cache).__name__} needs input_ids; inputs_embeds is not supported")
+    if kwargs.get("use_cache") is False:
+        raise ValueError(
+            f"use_cache=False contradicts the {type(cache).__name__} that was given: leave it out, "
+            "or give no cache"
+        )
     step = cache.begin(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     kwargs["zoomkv"] = step
     kwargs["position_ids"] = step.positions.to(input_ids.device, non_blocking=True)

@@ -533,16 +533,26 @@ class PolicyCache(Cache, SteppedCache):
         self._in_prompt = False
         self._start(batch, device)
 
+    @property
+    def _or(self) -> str:
+        """What else may be meant where an input does not continue what the cache holds."""
+        if not self._seen:
+            return ""
+        return (
+            f"; the cache holds a text of {self._seen} columns: for another one make a new cache, "
+            "or call cache.reset()"
+        )
+
     def _check_ids(self, ids: Tensor) -> None:  # [B, Q]
         batch, size = ids.shape
         if not batch or not size:
-            raise ValueError("the input holds no token: give at least one for every row")
+            raise ValueError(f"the input holds no token: give at least one for every row{self._or}")
         held = len(self._lengths)
         if self._seen and batch != held:
             raise ValueError(
                 f"the input has {batch} rows, the cache holds {held}: for beams or several "
                 "returned sequences over a cached prompt first call "
-                "cache.batch_repeat_interleave(n)"
+                f"cache.batch_repeat_interleave(n){self._or}"
             )
         if self._seen + size > self.shape.max_positions and not self._warned:
             self._warned = True
@@ -624,10 +634,16 @@ class PolicyCache(Cache, SteppedCache):
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             got = int(given.expand(*wrong.shape)[row, column])
+            if self._seen and not step.in_prompt and self._kinds[row, self._seen - 1] == _PAD:
+                raise ValueError(
+                    f"row {row} of the prompt ends in padding, and what follows would be predicted "
+                    "from that: pad on the left (tokenizer.padding_side = 'left')"
+                )
             raise ValueError(
                 f"row {row} continues at position {int(step.positions[row, column])}, but the "
                 f"input says {got}: feed only what is new (a prompt that is cached as a whole "
                 "needs at least one new token) and mask with 0 what an ended row was fed"
+                f"{self._or}"
             )
 
     def _record_columns(self, step: Step) -> None:
