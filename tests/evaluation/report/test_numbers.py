@@ -1,0 +1,131 @@
+"""A report's numbers, against answers counted by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.evaluation.report.synthetic import answer, comparison, timing_of, write_results
+
+from zoomkv.evaluation.report.numbers import budget_text, report_numbers
+from zoomkv.evaluation.report.source import read_source
+from zoomkv.evaluation.statistics import wilson
+
+
+def numbers(folder: Path, answers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return report_numbers([read_source(write_results(folder / "a.jsonl", answers, **more))], "cmd")
+
+
+def test_a_comparison_counted_slowly(tmp_path: Path) -> None:
+    answers, timings = comparison(["full", "h2o", "zoomr"], (0.1, 0.4), 2)
+    found = numbers(tmp_path, answers, timings=timings)
+    seconds = [timing["seconds"] / timing["batch"] for timing in timings]
+    groups = defaultdict(list)
+    for line, taken in zip(answers, seconds, strict=True):
+        key = (line["task"], line["label"], line["budget"], line["protocol"], line["length"])
+        groups[key].append((line, taken))
+    assert len(found["rows"]) == len(groups)
+    for row in found["rows"]:
+        key = (row["task"], row["label"], row["budget"], row["protocol"], row["length"])
+        own = [line for line, _ in groups[key]]
+        right = sum(line["right"] for line in own)
+        assert row["n"] == len(own)
+        if row["task"] == "fidelity":
+            assert row["right"] is None and row["right_low"] is None and row["extracted"] is None
+            kl = sum(line["about"]["kl"] for line in own) / len(own)
+            assert row["kl"] == pytest.approx(kl, rel=1e-6)
+        else:
+            assert row["right"] == pytest.approx(right / len(own), rel=1e-6)
+            interval = (row["right_low"], row["right_high"])
+            assert interval == pytest.approx(wilson(right, len(own)), rel=1e-6, abs=1e-9)
+        full = sum(line["full_bytes"] for line in own)
+        held = sum(line["device_bytes_peak"] for line in own) / full
+        assert row["held"] == pytest.approx(held, rel=1e-6)
+        speed = sum(line["tokens"] for line in own) / sum(taken for _, taken in groups[key])
+        assert row["tokens_per_second"] == pytest.approx(speed, rel=1e-6)
+        assert row["tokens_per_second_low"] < speed < row["tokens_per_second_high"]
+    for needle in found["needles"]:
+        row = found["rows"][needle["row"]]
+        key = (row["task"], row["label"], row["budget"], row["protocol"], row["length"])
+        for depth, n, right, interval in zip(
+            needle["depth"], needle["n"], needle["right"], needle["interval"], strict=True
+        ):
+            own = [line for line, _ in groups[key] if line["depth"] == depth]
+            assert (n, right) == (len(own), sum(line["right"] for line in own))
+            assert interval == pytest.approx(wilson(right, n), rel=1e-6, abs=1e-9)
+    (agreed,) = found["agreeability"]
+    assert found["rows"][agreed["row"]]["label"] == "zoomr c=2 k=3"
+    own = [line for line in answers if line["agreeability"]]
+    assert agreed["right"]["answers"] == sum(line["right"] for line in own)
+    assert {found["rows"][curve["row"]]["task"] for curve in found["fidelity"]} == {"fidelity"}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_rows_stand_by_task_length_arm_and_budget(tmp_path: Path) -> None:
+    wanted = [
+        ("b", "x", None, 512), ("b", "x", 0.1, 512), ("b", "x", 1.0, 512), ("b", "x", 1, 512),
+        ("b", "x", 64, 512), ("b", "a", 0.1, 512), ("b", "x", 0.1, 1024), ("a", "x", 0.1, 256),
+    ]  # fmt: skip
+    lines = [answer(task=t, label=a, budget=b, length=n) for t, a, b, n in wanted]
+    lines = [lines[0], *reversed(lines[1:5]), *lines[5:]]
+    found = numbers(tmp_path, lines)["rows"]
+    assert [(r["task"], r["label"], r["budget"], r["length"]) for r in found] == wanted
+    assert [type(row["budget"]) for row in found[2:4]] == [float, int]
+
+
+def test_budgets_as_read() -> None:
+    budgets = [None, 0.05, 0.125, 1.0, 1, 1024]
+    assert [budget_text(budget) for budget in budgets] == [
+        "—", "5 %", "12.5 %", "100 %", "1 rows", "1,024 rows",
+    ]  # fmt: skip
+
+
+def test_many_depths_become_tenths(tmp_path: Path) -> None:
+    lines = [answer(id=str(at), depth=at / 23, right=at % 2 == 0) for at in range(24)]
+    (needle,) = numbers(tmp_path, lines)["needles"]
+    assert needle["depth"] == [at / 10 for at in range(11)]
+    assert sum(needle["n"]) == 24 and sum(needle["right"]) == 12
+
+
+def test_several_files(tmp_path: Path) -> None:
+    one = write_results(tmp_path / "one.jsonl", [answer(id="0"), answer(id="1", right=False)])
+    two = write_results(tmp_path / "two.jsonl", [answer(id="1", right=False), answer(id="2")])
+    found = report_numbers([read_source(one), read_source(two)], "cmd")
+    (row,) = found["rows"]
+    assert row["n"] == 3 and row["right"] == pytest.approx(2 / 3, rel=1e-6)
+    assert found["warnings"] == [f"{two}: 1 answers that stand twice count once"]
+    assert [source["file"] for source in found["sources"]] == ["one.jsonl", "two.jsonl"]
+
+
+def test_what_can_not_be_in_one_report(tmp_path: Path) -> None:
+    one = write_results(tmp_path / "one.jsonl", [answer()])
+    other = write_results(tmp_path / "other.jsonl", [answer()], model="another")
+    print_ = write_results(tmp_path / "print.jsonl", [answer()], fingerprint={"layers": 2})
+    unlike = write_results(tmp_path / "unlike.jsonl", [answer(right=False)])
+    newer = write_results(tmp_path / "newer.jsonl", [answer()], format=2)
+    nothing = write_results(tmp_path / "nothing.jsonl", [])
+
+    def report(*paths: Path) -> None:
+        report_numbers([read_source(path) for path in paths], "cmd")
+
+    with pytest.raises(ValueError, match='model is "checkpoints/made-up" in the one, "another"'):
+        report(one, other)
+    with pytest.raises(ValueError, match="fingerprint is"):
+        report(one, print_)
+    with pytest.raises(ValueError, match="unlike.jsonl: .*answered otherwise in .*one.jsonl"):
+        report(one, unlike)
+    with pytest.raises(ValueError, match="newer.jsonl: format 2"):
+        report(one, newer)
+    with pytest.raises(ValueError, match="nothing.jsonl: no answers yet"):
+        report(nothing)
+
+
+def test_without_timings_there_is_no_speed(tmp_path: Path) -> None:
+    lines = [answer(id=str(at)) for at in range(3)]
+    (row,) = numbers(tmp_path, lines)["rows"]
+    assert row["tokens_per_second"] is None and row["timed"] == 0
+    (row,) = numbers(tmp_path, lines, timings=[timing_of(lines[0], 2.0, 4)])["rows"]
+    assert row["tokens_per_second"] == 40 and row["timed"] == 1
