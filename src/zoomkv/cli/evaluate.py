@@ -58,7 +58,7 @@ def _parser() -> Parser:
     add("--seeds", type=_counts, metavar="N,N", help="of the questions")
     add("--precision", metavar="P", help="of the base: fp32, bf16, nf4, int8")
     add(
-        "--out", metavar="FILE", help="results (runs/NAME.jsonl for NAME.yaml); a run goes on there"
+        "--out", metavar="FILE", help="results (runs/NAME.jsonl for NAME.yaml); they go on there"
     )
     add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
     add("--devices", type=positive_int, default=1, metavar="N", help="processes of each machine")

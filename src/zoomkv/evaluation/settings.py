@@ -295,7 +295,7 @@ def _listed(value: Any, where: str) -> list[Any]:
 
 
 def _check_names(kind: type, given: Mapping[str, Any], where: str) -> None:
-    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    known = [each.name for each in fields(kind)]
     for name in given:
         if name not in known:
             raise ValueError(f"{where}: no setting {name!r}{hint(str(name), known)}")
