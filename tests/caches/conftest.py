@@ -16,6 +16,7 @@ from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorLis
 import zoomkv
 from zoomkv.caches.base import ModelShape
 from zoomkv.caches.registry import POLICIES, make_cache
+from zoomkv.modules.router import Router
 from zoomkv.modules.sketch import Sketch
 from zoomkv.spans.thoughts import Delimiters
 
@@ -48,6 +49,10 @@ _ZOOMS = {**_CONTEXT, "budget": 48, "coarse_precision": "auto"}
 _ROWS = {**_ZOOMS, "coarse_share": 0.0}
 _OPEN = {**_CONTEXT, "budget": 1.0}
 _STREAMS = {**_OPEN, "residency": "streamed"}
+_SPANS = {"window": 4, "slack": 4, "router": "gated", "coarse_precision": "auto", "budget": 56}
+_PAPER = {**_SPANS, "spans": "paper", "min_span": 3, "max_span": 6, "alpha": 2.0}
+_EVEN = {**_SPANS, "spans": "fixed", "max_span": 6, "min_span": 3}
+_ALL_OPEN = {**_PAPER, "budget": 1.0, "threshold": 1e-30, "recovery": "exact"}
 _BEACONS = {"beacons": 4, "recent_queries": 3, "refill": 0.625}  # more rows go than are recent
 
 TABLE = [
@@ -97,6 +102,12 @@ TABLE = [
     Policy("sekv", {**_ROWS, "router": "random"}, {**_OPEN, "router": "random"}, "random"),
     Policy("sekv", {**_ZOOMS, "router": "trained"}, _STREAMS, "coarse", merges=True),
     Policy("sekv", {**_ZOOMS, "router": "mean-key"}, _OPEN, "mean-key", merges=True),
+    Policy("sekv", _EVEN, _ALL_OPEN, "paper", merges=True),
+    Policy("sekv", {**_EVEN, "rope": "pre"}, _ALL_OPEN, "paper-pre", merges=True),
+    Policy("sekv", {**_EVEN, "recovery": "exact"}, _ALL_OPEN, "paper-exact", merges=True),
+    Policy("sekv", {**_PAPER, "residency": "streamed"}, _ALL_OPEN, "paper-streamed", merges=True),
+    Policy("sekv", {**_PAPER, "alpha": "auto"}, _ALL_OPEN, "paper-auto", merges=True),
+    Policy("sekv", {**_ZOOMS, "recovery": "lowrank"}, _OPEN, "factors", merges=True),
     # The example of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
 ]
@@ -139,6 +150,8 @@ class Bench:
         chosen = self.policy.loose if loose else self.policy.binding
         if chosen.get("router") == "trained":
             chosen = {**chosen, "router": self.sketch}
+        if chosen.get("router") == "gated":
+            chosen = {**chosen, "router": self.router}
         return make_cache(
             self.policy.name,
             self.model,
@@ -156,6 +169,15 @@ class Bench:
         group = shape.heads // shape.kv_heads
         sketch.query.data = sketch.key.data.repeat_interleave(group, 1)
         return sketch
+
+    @cached_property
+    def router(self) -> Router:
+        """Random projections and thresholds, so that some spans open for some heads."""
+        shape = ModelShape.of(self.model)
+        sizes = shape.layers, shape.heads, shape.kv_heads, shape.head_dim
+        router = Router(*sizes, width=4, rank=8, threshold=0.8)
+        torch.nn.init.normal_(router.threshold_logit, 1.5)
+        return router
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """Greedy by default; summaries and sentence ends are forced at fixed steps."""

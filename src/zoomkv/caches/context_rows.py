@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,27 @@ from torch import Tensor
 from zoomkv.caches.tiers import Parts, RowCodec, Traffic, allocate, size_of
 
 _GROWTH = 256
+
+
+class RowSource(Protocol):
+    """A layer's context on the host, in whatever form."""
+
+    moved: Tensor
+    """Bytes that went to the device for each batch row, int64 ``[B]``."""
+
+    def take(
+        self, batch: Tensor, head: Tensor, position: Tensor
+    ) -> tuple[Tensor, Tensor]:  # 3 x [n] -> 2 x [n, D]
+        """Rows of one head each, on the device."""
+
+    def keys(self, length: int) -> Tensor:  # [B, Hkv, length, D]
+        """The first keys, on the device; not counted as traffic."""
+
+    def select(self, rows: Tensor) -> None:  # [B'] CPU
+        """Keeps the given batch rows."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is allocated."""
 
 
 class ContextRows:
@@ -26,6 +48,8 @@ class ContextRows:
         self._device = keys.device
         like = codec.encode(keys[:, :, :0].detach(), values[:, :, :0].detach())
         self._parts: Parts = tuple(part.cpu() for part in like)
+        self.moved = torch.zeros(len(keys), dtype=torch.int64)
+        """Bytes that went to the device for each batch row."""
 
     def put(
         self,
@@ -48,7 +72,9 @@ class ContextRows:
         _, heads, capacity, _ = self._parts[0].shape
         index = ((batch * heads + head) * capacity + position).to("cpu")
         parts = tuple(part.flatten(0, 2).index_select(0, index) for part in self._parts)
-        self._traffic.to_device += size_of(parts)
+        self._traffic.to_device += (size := size_of(parts))
+        row = batch.to("cpu").bincount(minlength=len(self.moved))
+        self.moved = self.moved + row * (size // max(len(index), 1))
         return self._codec.decode(tuple(p.to(self._device, non_blocking=True) for p in parts))
 
     def keys(self, length: int) -> Tensor:  # [B, Hkv, length, D]
@@ -61,10 +87,11 @@ class ContextRows:
         pinned = self._device.type == "cuda"
         parts = (part[rows] for part in self._parts)
         self._parts = tuple(part.pin_memory() if pinned else part for part in parts)
+        self.moved = self.moved[rows]
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is allocated."""
-        yield from self._parts
+        yield from (*self._parts, self.moved)
 
     def _reserve(self, length: int) -> None:
         have = self._parts[0].shape[2]
@@ -109,7 +136,7 @@ class HeldRows:
         beyond = torch.arange(most) >= slots[:, None, None]
         self.position.masked_fill_(beyond.to(self.position.device), -1)
 
-    def hold(self, wanted: Tensor, source: ContextRows) -> Tensor:
+    def hold(self, wanted: Tensor, source: RowSource) -> Tensor:
         """Makes the slots hold the wanted rows, at most as many as fit, and no others.
 
         Only rows that are not there yet are fetched.

@@ -1,21 +1,24 @@
-"""How a query finds the tokens of a context that it should read, layer by layer.
+"""How a query finds what it should read of a context, layer by layer.
 
 A routing gives each query about what its logit with each token is; the budget takes the best.
-``sketch`` keeps a few 4-bit numbers of every key. The others are what it is measured against.
+``sketch`` keeps a few 4-bit numbers of every key. The others are what it is measured against. The
+paper's way, whole spans by a trained gate, is in ``span_routing.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoomkv.caches.context_rows import ContextRows
+from zoomkv.caches.context_rows import RowSource
 from zoomkv.modules.reader import Entries
 from zoomkv.modules.sketch import Codes, Projections, Sketch, encode, fit, image_of, logits
+
+_NEVER = -1e30  # finite, so that a row without a context is no NaN
 
 
 @dataclass(slots=True)
@@ -28,8 +31,22 @@ class View:
     """Tokens of each span, fp32 ``[B, S]``; -inf where there is none."""
     entries: Entries | None
     """Coarse keys and values."""
-    rows: ContextRows
+    rows: RowSource
     """All rows, on the host."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What queries read of a context."""
+
+    tokens: Tensor
+    """Those that a KV head's queries read, bool ``[B, Hkv, Q, T + 1]``; the last one, which is
+    none, is False."""
+    opened: Tensor | None = None
+    """Spans whose tokens a query head reads in place of their entry, bool ``[B, Hkv, G, Q, S]``;
+    None: all heads read the tokens, and entries of spans without any of these."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """What the trace tells, ``[B, *]``."""
 
 
 class Routing:
@@ -51,9 +68,48 @@ class Routing:
             first: Batch rows that had no context until now, bool ``[B]``.
         """
 
+    def summarise(self, entries: Entries, dtype: torch.dtype) -> None:
+        """Coarse entries have changed; what is kept of them has the dtype of rows."""
+
+    def choose(
+        self,
+        query: Tensor,  # [B, H, Q, D]
+        scaled: Tensor,  # [B, Hkv, G, Q, D]
+        exact: Tensor,  # [B, Hkv, G, Q, N]
+        view: View,
+        slots: Tensor,  # [B]
+    ) -> Choice:
+        """What each query reads, each as if it were alone: here the tokens that score best.
+
+        Args:
+            query: As they are, fp32.
+            scaled: The same, scaled.
+            exact: Their logits with exact rows.
+            view: The context.
+            slots: Tokens that each KV head of a batch row may have; below 0, it asks for nothing.
+        """
+        score = self.scores(scaled, view)
+        score = score.masked_fill((view.span < 0)[:, None, None, None], _NEVER)
+        # Of each head's whole attention, so that heads that look elsewhere don't decide.
+        within = score.log_softmax(-1)
+        mass = score.amax(-1) - within.amax(-1)
+        within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
+        share = within.amax(2)  # [B, Hkv, Q, T]
+        most = max(min(int(slots.max()), share.shape[-1]), 0)
+        best, token = share.topk(most, dim=-1)
+        chosen = (best > _NEVER / 2) & (
+            torch.arange(most, device=best.device) < slots[:, None, None, None]
+        )
+        wanted = share.new_zeros(*share.shape[:-1], share.shape[-1] + 1, dtype=torch.bool)
+        return Choice(wanted.scatter_(-1, token, chosen))
+
     def scores(self, query: Tensor, view: View) -> Tensor:  # [B,Hkv,G,Q,D] -> [B,Hkv,G,Q,T]
         """About the logits of scaled queries with each token."""
         raise NotImplementedError
+
+    def bytes_per_entry(self, dtype: torch.dtype) -> int:
+        """Device bytes for each coarse entry and KV head, where rows are of a dtype."""
+        return 0
 
     def bytes_per_token(self) -> float:
         """Device bytes for each token and KV head."""

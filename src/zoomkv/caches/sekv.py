@@ -23,21 +23,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoomkv.backbone.attach import attached_router
 from zoomkv.backbone.protocol import Step
 from zoomkv.caches.base import ModelShape, PolicyCache, bookkeeping
 from zoomkv.caches.budget import Budget, check_at_least
 from zoomkv.caches.codecs import check_precision
 from zoomkv.caches.retrieving import Residency
 from zoomkv.caches.routing import TRAINING_FREE, Routing, SketchRouting
-from zoomkv.caches.sekv_layer import SeKVLayer
+from zoomkv.caches.sekv_layer import Joining, SeKVLayer
+from zoomkv.caches.sekv_options import (
+    check_share,
+    check_threshold,
+    choose_factoriser,
+    choose_router,
+    choose_splitter,
+)
 from zoomkv.caches.slots import Slots
+from zoomkv.caches.span_routing import SpanRouting
 from zoomkv.caches.surprisal_meter import SurprisalMeter
 from zoomkv.caches.tiers import Traffic
 from zoomkv.caches.working_sets import DoubleBuffer, ResidentSet, StreamedSet, WorkingSet
 from zoomkv.modules.reader import Part
+from zoomkv.modules.router import Router
 from zoomkv.modules.sketch import Sketch, check_width
-from zoomkv.spans.surprisal import SINKS, Spans, fine_spans, span_sums, span_weights
+from zoomkv.spans.surprisal import SINKS, Spans, span_weights
 
 _SERIOUS = 20  # texts that are shorter than so many windows may exceed a share
 _INDEX_BYTES = 4  # of a fetched row
@@ -53,25 +61,43 @@ class SeKVCache(PolicyCache):
     Args:
         model: The causal LM that will use it.
         budget: Rows, or a share of full KV.
-        router: A trained ``Sketch``, by default the one that the model was loaded with; or
+        router: A trained ``Sketch``, or a trained ``Router`` (the paper's, whole spans); by default
+            the one that the model was loaded with, which ``paper`` demands to be the latter; or
             ``sketch``, which fits one to each prompt without training; or, to compare with,
             ``mean-key``, ``random``, ``closed`` and the oracles ``oracle`` and ``span-oracle``,
             which look at the host.
+        threshold: One gate for all layers and heads, in place of the learnt ones of a ``Router``.
         width: Numbers that ``sketch`` keeps of a key.
         window: Newest tokens that are always read.
-        slack: Tokens that are generated before those behind the window join the context.
+        slack: Tokens that are generated before those behind the window join the context; by
+            default 16, or a shortest span.
+        spans: How the context is cut: ``fine``, ``paper``, or ``fixed``, into even pieces of
+            ``max_span`` tokens. This and the next four: by default as the router was trained.
+        alpha: ``paper``: deviations above the mean at which a token is an anchor; or ``auto``,
+            the least from the trained one (or 1) on with which what stays keeps within
+            ``persistent_share``.
         min_span: Tokens of the shortest span.
         max_span: Tokens of the longest.
-        anchor_share: Share of the tokens that surprise most and stay whole on the device.
-        coarse_share: Share of the budget that coarse entries may take; neighbouring spans are
-            merged until they do. 0: there are none.
+        anchor_share: ``fine``: share of the tokens that surprise most and stay whole on the device.
+        persistent_share: Share of the budget for anchors, short runs and entries.
+        recovery: ``exact``, or ``lowrank``: the host has factors of spans, and rows are rebuilt.
+            This and the next three: by default as the router was trained.
+        rope: Factorise keys after RoPE (``post``) or before it (``pre``).
+        rank: Most components of a span.
+        rho: Share of the rows' storage that factors may take.
+        energy: Share of the squares that is kept of factors, where no router has gates for them.
+        coarse_share: Share of the budget that coarse entries may take, with what routes by them;
+            neighbouring spans are merged until they do. 0: there are none. By default 0.15, or
+            half where whole spans are read.
+        coarse_weights: Entries are means weighted by ``surprisal``, or plain ones (``mean``).
         coarse_precision: ``int8``, or ``auto``: that of the rows.
         residency: ``resident``, or ``streamed``: exact rows are on the device only in their layer's
             turn, also while a prompt is read.
         host_precision: ``auto``, ``int8`` or ``nf4``.
 
     Raises:
-        ValueError: An option out of range, or a router for another model.
+        ValueError: An option out of range, a router for another model, or another splitter than
+            the router was trained with.
     """
 
     name = "sekv"
@@ -88,45 +114,69 @@ class SeKVCache(PolicyCache):
         model: Any,
         *,
         budget: int | float = 0.1,
-        router: str | Sketch | None = None,
+        router: str | Sketch | Router | None = None,
+        threshold: float | None = None,
         width: int = 16,
         window: int = 16,
-        slack: int = 16,
-        min_span: int = 12,
-        max_span: int = 32,
-        anchor_share: float = 0.0,
-        coarse_share: float = 0.15,
+        slack: int | None = None,
+        spans: str | None = None,
+        alpha: float | str | None = None,
+        min_span: int | None = None,
+        max_span: int | None = None,
+        anchor_share: float | None = None,
+        persistent_share: float = 0.5,
+        recovery: str | None = None,
+        rope: str | None = None,
+        rank: int | None = None,
+        rho: float | None = None,
+        energy: float = 0.99,
+        coarse_share: float | None = None,
+        coarse_weights: str = "surprisal",
         coarse_precision: str = "int8",
         residency: str = "resident",
         host_precision: str = "auto",
     ) -> None:
         shape = ModelShape.of(model)
-        check_precision(host_precision)
-        self._window = check_at_least("window", window, 1)
-        self._slack = check_at_least("slack", slack, 1)
-        self._budget = Budget.parse(budget, SINKS + window + slack + 1)
-        if coarse_precision not in ("int8", "auto"):
-            raise ValueError(f"coarse_precision={coarse_precision!r}: choose int8 or auto")
-        self._coarse_precision = coarse_precision
-        for option, share in (("coarse_share", coarse_share), ("anchor_share", anchor_share)):
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-                raise ValueError(f"{option}={share!r}: give a share from 0 to below 1")
-        self._coarse_share, self._anchor_share = coarse_share, anchor_share
-        check_at_least("min_span", min_span, 1)
-        if check_at_least("max_span", max_span, 1) < min_span:
-            raise ValueError(f"min_span={min_span}, max_span={max_span}: give 1 <= min <= max")
-        self._spans = (min_span, max_span)
-        if slack < min_span:
-            raise ValueError(f"slack={slack}: give at least min_span={min_span}, a span's tokens")
+        for option, value, known in (
+            ("coarse_precision", coarse_precision, ("int8", "auto")),
+            ("coarse_weights", coarse_weights, ("surprisal", "mean")),
+        ):
+            if value not in known:
+                raise ValueError(f"{option}={value!r}: choose {' or '.join(known)}")
         if residency not in get_args(Residency):
             raise ValueError(
                 f"residency={residency!r}: choose one of {', '.join(get_args(Residency))}"
             )
-        self._router = _check_router(router or attached_router(model) or "sketch", shape)
-        if self._router == "mean-key" and not coarse_share:
-            raise ValueError("router='mean-key' reads coarse entries, and coarse_share=0 has none")
+        check_precision(host_precision)
+        self._router = choose_router(model, router)
+        self._threshold = check_threshold(self._router, threshold)
+        whole = isinstance(self._router, Router)
+        self._splitter = choose_splitter(
+            self._router, spans, alpha, min_span, max_span, anchor_share
+        )
+        factoriser = choose_factoriser(model, self._router, recovery, rope, rank, rho, energy)
+        if factoriser is not None and host_precision != "auto":
+            raise ValueError(
+                f"host_precision={host_precision!r} goes with recovery='exact': factors are kept "
+                "as they are"
+            )
+        shortest = self._splitter.shortest
+        self._window = check_at_least("window", window, 1)
+        self._slack = check_at_least("slack", max(16, shortest) if slack is None else slack, 1)
+        self._budget = Budget.parse(budget, SINKS + self._window + self._slack + 1)
+        if self._slack < shortest:
+            raise ValueError(f"slack={slack}: give at least min_span={shortest}, a span's tokens")
+        if coarse_share is None:
+            coarse_share = 0.5 if whole else 0.15
+        self._coarse_share = check_share("coarse_share", coarse_share)
+        self._persistent_share = check_share("persistent_share", persistent_share)
+        self._coarse_precision, self._coarse_weights = coarse_precision, coarse_weights
+        if (whole or self._router == "mean-key") and not coarse_share:
+            name = "paper" if whole else "mean-key"
+            raise ValueError(f"router='{name}' reads coarse entries, and coarse_share=0 has none")
         self.watches_prompt = self._router == "sketch"  # type: ignore[misc]
-        check_width(width, shape.head_dim)
+        if not whole:
+            check_width(width, shape.head_dim)
         self._width = width
         self._meter = SurprisalMeter(model.get_output_embeddings())
         traffic, slots, every = Traffic(), Slots(), range(shape.layers)
@@ -145,6 +195,7 @@ class SeKVCache(PolicyCache):
                 self._routing,
                 host_precision,
                 traffic,
+                factoriser,
             )
             for number, working_set in enumerate(sets)
         ]
@@ -164,7 +215,7 @@ class SeKVCache(PolicyCache):
         mask = step.placements[layer].mask  # [B or 1, 1, Q, N]
         slots = self._slots
         if step.real is not None and step.size == 1:
-            slots = slots * step.real[:, 0]  # a row that has ended asks for nothing
+            slots = slots.where(step.real[:, 0], -1)  # a row that has ended asks for nothing
         slots = slots.to(query.device)
         outputs = []
         for first in range(0, query.shape[2], _QUERIES):
@@ -227,7 +278,7 @@ class SeKVCache(PolicyCache):
         self._meter.note(step, hidden)
         super().commit(step, hidden)
         for layer in self.layers:
-            layer.count()
+            layer.tally.commit()
 
     def prompt_started(self, first: bool) -> None:
         """See ``PolicyCache``: until the prompt is read, nothing is bounded."""
@@ -250,16 +301,16 @@ class SeKVCache(PolicyCache):
                 self._join(due)
 
     def trace(self) -> list[dict[str, Any]]:
-        """For each batch row and layer, by KV head, the tokens that its queries asked for one by
-        one since the start, and how many of these the device did not have."""
+        """For each batch row and layer, what its queries did one by one since the start.
+
+        ``asked`` are the tokens of each KV head, ``fetched`` those that the device did not have.
+        Where whole spans are read, also: how many spans were ``offered``; of these, by query head,
+        how many ``passed`` the threshold, and how many were ``zoomed``, as there was room;
+        ``zoom_rate``, zoomed over offered; ``hit_rate``, by KV head, the share of asked tokens that
+        were there; ``bytes`` that were moved to the device.
+        """
         return [
-            {
-                "row": row,
-                "column": self._seen,
-                "layer": layer.number,
-                "asked": layer.asked[row].tolist(),
-                "fetched": layer.fetched[row].tolist(),
-            }
+            {"row": row, "column": self._seen, "layer": layer.number, **layer.told(row)}
             for row in range(len(self._lengths))
             for layer in self.layers
         ]
@@ -274,6 +325,8 @@ class SeKVCache(PolicyCache):
     def _routing(self, layer: int) -> Routing:
         if isinstance(self._router, str) and self._router != "sketch":
             return TRAINING_FREE[self._router](layer)
+        if isinstance(self._router, Router):
+            return SpanRouting(layer, self._router, self._threshold)
         trained = None if isinstance(self._router, str) else self._router
         return SketchRouting(layer, self._width, trained)
 
@@ -281,21 +334,40 @@ class SeKVCache(PolicyCache):
         """What lies behind the window joins the context; its exact rows leave the device."""
         start = self._covered
         size = self._lengths - self._window - start
-        size = size.where(due & (size >= self._spans[0]), 0)  # less is no span
+        size = size.where(due & (size >= self._splitter.shortest), 0)  # less is no span
         if bool((size > 0).any()):
             column = torch.arange(int(size.max()))
             present = column < size[:, None]
             at = (start[:, None] + column).clamp(max=self._meter.nats.shape[1] - 1)
             nats = self._meter.nats.gather(1, at).where(present, 0)
-            # A row to which nothing is added still wants a token to cut.
-            spans = fine_spans(nats, size.clamp(min=1), *self._spans, self._anchor_share, sinks=0)
+            spans = self._cut(nats, size)
             before = self._count
             self._map(spans, start, present)
             self._extend(spans, nats, start, present, before)
             self._covered = start + size
             self._merge()
+            for layer in self.layers:
+                if layer.entries is not None:
+                    layer.routing.summarise(layer.entries, self._rows_dtype())
             self._leave()
         self._bound(due)
+
+    def _cut(self, nats: Tensor, size: Tensor) -> Spans:
+        """The spans of what joins; none where nothing does."""
+        rows, coarse = None, 1.0
+        if self._splitter.auto:
+            coarse = (self._entry_bytes() + self._summary_bytes()) / self._row_bytes()
+            whole = self._covered - SINKS - (self._span >= 0).sum(1).to("cpu")
+            rows = self._rows().double() * self._persistent_share - whole - coarse * self._count
+        # A row to which nothing is added still wants a token to cut.
+        spans = self._splitter.cut(nats, size.clamp(min=1), rows, coarse)
+        there = size > 0
+        return replace(
+            spans,
+            number=spans.number.where(there[:, None], -1),
+            size=spans.size.where(there[:, None], 0),
+            count=spans.count.where(there, 0),
+        )
 
     def _map(self, spans: Spans, start: Tensor, present: Tensor) -> None:
         """Notes which span each new token is in."""
@@ -306,9 +378,9 @@ class SeKVCache(PolicyCache):
         span = F.pad(self._span, (0, total - self._span.shape[1]), value=-1)
         span[batch.to(span.device), position.to(span.device)] = number.to(span.device)
         self._span = span
-        count = spans.count.where(present.any(1), 0)
+        count = spans.count
         batch, entry = (torch.arange(spans.size.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        more = int((self._count + count).max()) - self._log_size.shape[1]
+        more = max(int((self._count + count).max()), 1) - self._log_size.shape[1]
         log_size = F.pad(self._log_size, (0, max(more, 0)), value=-torch.inf)
         at = (batch.to(log_size.device), (self._count[batch] + entry).to(log_size.device))
         log_size[at] = spans.size[batch, entry].float().log().to(log_size.device)
@@ -333,26 +405,28 @@ class SeKVCache(PolicyCache):
         on = self._device if isinstance(self.layers[0].working_set, ResidentSet) else "cpu"
         source = (batch.to(on), slice(None), slot.to(on))
         device = self._device
-        weights = span_weights(nats, spans).to(device)
-        there = replace(spans, number=spans.number.to(device))
-        batch_there, column_there = batch.to(device), column.to(device)
-        present_there, count = present.to(device), spans.count.where(present.any(1), 0)
-        first = (start == SINKS).to(device) & present_there.any(1)
+        if self._coarse_weights == "mean":
+            nats = torch.zeros_like(nats)
+        joining = Joining(
+            batch=batch,
+            column=column,
+            position=position,
+            present=present.to(device),
+            start=start,
+            spans=replace(
+                spans,
+                number=spans.number.to(device),
+                size=spans.size.to(device),
+                count=spans.count.to(device),
+            ),
+            weights=span_weights(nats, spans).to(device),
+            first=((start == SINKS) & present.any(1)).to(device),
+            entry=before,
+            count=spans.count,
+        )
         for layer in self.layers:
-            rows = layer.working_set.take(source)
-            for what, x in zip(("keys", "values"), rows, strict=True):
-                if not bool(x.isfinite().all()):
-                    raise ValueError(f"layer {layer.number}: {what} are not finite")
-            assert layer.context is not None
-            layer.context.put(batch, position, *rows)
-            keys, values = (
-                x.new_zeros(len(start), x.shape[1], present.shape[1], x.shape[2]) for x in rows
-            )
-            keys[batch_there, :, column_there], values[batch_there, :, column_there] = rows
-            layer.routing.extend(keys, start, present_there, first)
-            if self._coarse_share:
-                sums = (span_sums(x, weights, there) for x in (keys, values))
-                layer.append(*sums, before, count, self._coarse_dtype(keys))
+            rows, dtype = layer.working_set.take(source), self._coarse_dtype()
+            layer.extend(joining, rows, dtype, bool(self._coarse_share))
 
     def _merge(self) -> None:
         """Neighbouring spans become one, until the entries take no more than their share."""
@@ -379,11 +453,12 @@ class SeKVCache(PolicyCache):
 
     def _entries_allowed(self) -> Tensor:  # [B]
         """How many coarse entries each batch row may have; a row's own affair, like its budget."""
-        most = -(-self._covered // self._spans[0])
+        most = -(-self._covered // self._splitter.shortest)
         if not self._coarse_share:
             return most
         rows = self._rows().double() * self._coarse_share
-        allowed = (rows * self._row_bytes() / self._entry_bytes()).long().clamp(min=1)
+        of_entry = self._entry_bytes() + self._summary_bytes()
+        allowed = (rows * self._row_bytes() / of_entry).long().clamp(min=1)
         return allowed.minimum(most)
 
     def _entry_bytes(self) -> int:
@@ -391,6 +466,10 @@ class SeKVCache(PolicyCache):
         if self._coarse_precision == "auto":
             return self._row_bytes()
         return 2 * (self.shape.head_dim + 4)
+
+    def _summary_bytes(self) -> int:
+        """Of what routing keeps of one coarse entry of one KV head."""
+        return self.layers[0].routing.bytes_per_entry(self._rows_dtype())
 
     def _leave(self) -> None:
         """Rows that have joined and are in a span leave the working sets."""
@@ -416,10 +495,14 @@ class SeKVCache(PolicyCache):
         fixed = exact * unit * of_rows + self._meter.state_bytes() * (self._slack + 1)
         if self._span.shape[1]:
             per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
+            entries = self._entries_allowed()
+            if self._splitter.scheme != "fine":  # there may be far fewer
+                entries = entries.minimum(self._count.clamp(min=1))
             if self._coarse_share:
-                per_head = per_head + self._entries_allowed() * self._entry_bytes()
+                of_entry = self._entry_bytes() + self._summary_bytes()
+                per_head = per_head + entries * of_entry
             fixed = fixed + per_head * everywhere + 8 * self._covered
-            fixed = fixed + 4 * self._entries_allowed()  # their sizes
+            fixed = fixed + 4 * entries  # their sizes
         room = rows.double() * unit * everywhere - fixed
         self.overflow = torch.where(due, (-room).clamp(min=0).long(), self.overflow)
         slots = (room / ((unit + _INDEX_BYTES) * everywhere)).floor().long().clamp(min=0)
@@ -459,8 +542,12 @@ class SeKVCache(PolicyCache):
             return 1
         return sum(x.shape[3] * x.element_size() for x in (held.keys, held.values))
 
-    def _coarse_dtype(self, keys: Tensor) -> torch.dtype | None:
-        return None if self._coarse_precision == "int8" else keys.dtype
+    def _rows_dtype(self) -> torch.dtype:
+        assert self.layers[0].held is not None
+        return self.layers[0].held.keys.dtype
+
+    def _coarse_dtype(self) -> torch.dtype | None:
+        return None if self._coarse_precision == "int8" else self._rows_dtype()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -501,21 +588,3 @@ class SeKVCache(PolicyCache):
         # Of the model, not of a sequence: shared.
         memo[id(self._router)] = self._router
         return super().__deepcopy__(memo)
-
-
-def _check_router(router: Any, of_model: ModelShape) -> str | Sketch:
-    """Returns a router, or the name of one, that can serve a model.
-
-    Raises:
-        ValueError: There is none of that name, or it was made for other heads.
-    """
-    if not isinstance(router, Sketch):
-        if router not in ("sketch", *TRAINING_FREE):
-            known = ", ".join(("sketch", *TRAINING_FREE))
-            raise ValueError(f"router={router!r}: give a trained one, or one of {known}")
-        return str(router)
-    for name in ("layers", "heads", "kv_heads", "head_dim"):
-        made, has = getattr(router.shape, name), getattr(of_model, name)
-        if made != has:
-            raise ValueError(f"router: made for {name}={made}, this model has {has}")
-    return router

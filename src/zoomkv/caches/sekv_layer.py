@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +12,40 @@ from torch import Tensor
 
 from zoomkv.caches.base import PolicyLayer
 from zoomkv.caches.context_rows import ContextRows, HeldRows
-from zoomkv.caches.routing import Routing, View
+from zoomkv.caches.factor_rows import Factoriser, FactorRows
+from zoomkv.caches.routing import Choice, Routing, View
 from zoomkv.caches.slots import Slots
+from zoomkv.caches.tally import Tally
 from zoomkv.caches.tiers import Traffic, make_row_codec
 from zoomkv.caches.working_sets import WorkingSet
 from zoomkv.modules.reader import Entries, Part, combine
+from zoomkv.spans.surprisal import Spans, span_sums
 
-_NEVER = -1e30  # finite, so that a row without a context is no NaN
+
+@dataclass(slots=True)
+class Joining:
+    """Tokens that join the context, the same for all layers."""
+
+    batch: Tensor
+    """Of each token, CPU ``[n]``."""
+    column: Tensor
+    """Where it is among those of its batch row, CPU ``[n]``."""
+    position: Tensor
+    """CPU ``[n]``."""
+    present: Tensor
+    """Which columns there are, bool ``[B, M]``, on the device."""
+    start: Tensor
+    """Position of the first column, CPU ``[B]``."""
+    spans: Spans
+    """By column, on the device."""
+    weights: Tensor
+    """What each token counts for in its span, fp32 ``[B, M]``, on the device."""
+    first: Tensor
+    """Batch rows that had no context until now, bool ``[B]``, on the device."""
+    entry: Tensor
+    """Which entry the first new span gets, CPU ``[B]``."""
+    count: Tensor
+    """New spans, CPU ``[B]``."""
 
 
 class SeKVLayer(PolicyLayer):
@@ -30,28 +59,33 @@ class SeKVLayer(PolicyLayer):
         make_routing: Callable[[int], Routing],
         precision: str,
         traffic: Traffic,
+        factoriser: Factoriser | None = None,
     ) -> None:
         super().__init__(number, slots, working_set)
         self._make_routing = make_routing
         self._precision = precision
         self._traffic = traffic
+        self._factoriser = factoriser
         self._forget()
 
     def _forget(self) -> None:
         self.routing = self._make_routing(self.number)
-        self.context: ContextRows | None = None
+        self.context: ContextRows | FactorRows | None = None
         self.held: HeldRows | None = None
         self.entries: Entries | None = None
-        self.asked = self.fetched = torch.zeros(0, 0, dtype=torch.int64)  # [B, Hkv]
-        self._asked_now = self._fetched_now = self.asked  # of steps that don't count yet
+        self.tally = Tally()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See ``PolicyLayer``."""
-        codec = make_row_codec(self._precision, key_states, value_states)
-        self.context = ContextRows(key_states, value_states, codec, self._traffic)
+        if self._factoriser is not None:
+            like = key_states, value_states
+            self.context = FactorRows(*like, self._factoriser, self._traffic)
+        else:
+            codec = make_row_codec(self._precision, key_states, value_states)
+            self.context = ContextRows(key_states, value_states, codec, self._traffic)
         self.held = HeldRows(key_states, value_states)
-        self.asked = self.fetched = torch.zeros(key_states.shape[:2], dtype=torch.int64)
-        self._asked_now = self._fetched_now = self.asked
+        for name in ("asked", "fetched"):
+            self.tally.start(name, torch.zeros(key_states.shape[:2], dtype=torch.int64))
         super().lazy_initialization(key_states, value_states)
 
     def reset(self) -> None:
@@ -66,8 +100,7 @@ class SeKVLayer(PolicyLayer):
         if self.context is not None and self.held is not None:
             self.context.select(rows)
             self.held.select(rows)
-            for name in ("asked", "fetched", "_asked_now", "_fetched_now"):
-                setattr(self, name, getattr(self, name)[rows])
+            self.tally.select(rows)
         if self.entries is not None:
             self.entries = self.entries.select(rows)
 
@@ -84,15 +117,24 @@ class SeKVLayer(PolicyLayer):
         """See ``PolicyLayer``."""
         yield from super().host_tensors()
         yield from self.routing.host_tensors()
-        yield from (self.asked, self.fetched, self._asked_now, self._fetched_now)
+        yield from self.tally.tensors()
         if self.context is not None:
             yield from self.context.tensors()
 
-    def count(self) -> None:
-        """The step that was read for counts."""
-        self.asked = self.asked + self._asked_now
-        self.fetched = self.fetched + self._fetched_now
-        self._asked_now = self._fetched_now = torch.zeros_like(self.asked)
+    def told(self, row: int) -> dict[str, Any]:
+        """What the trace tells of a batch row."""
+        told: dict[str, Any] = {
+            name: self.tally.of(name)[row].tolist() for name in self.tally.names()
+        }
+        if self.context is not None and "offered" in told:
+            told["offered"] = offered = told["offered"][0]
+            told["zoom_rate"] = [zoomed / max(offered, 1) for zoomed in told["zoomed"]]
+            told["hit_rate"] = [
+                1 - fetched / asked if asked else None
+                for fetched, asked in zip(told["fetched"], told["asked"], strict=True)
+            ]
+            told["bytes"] = int(self.context.moved[row])
+        return told
 
     def rows(self) -> Tensor:  # [B]
         """See ``PolicyLayer``: exact rows, and the mean over KV heads of those fetched last."""
@@ -105,6 +147,39 @@ class SeKVLayer(PolicyLayer):
         """What routing may look at."""
         assert self.context is not None
         return View(span, log_size, self.entries, self.context)
+
+    def extend(
+        self, joining: Joining, rows: tuple[Tensor, Tensor], dtype: torch.dtype | None, coarse: bool
+    ) -> None:
+        """Takes rows ``[n, Hkv, D]`` of new tokens.
+
+        Args:
+            joining: What they are.
+            rows: Their keys and values, on the device.
+            dtype: Of coarse entries; None: 8 bits.
+            coarse: Whether there are such entries.
+
+        Raises:
+            ValueError: Rows that are not finite.
+        """
+        for what, x in zip(("keys", "values"), rows, strict=True):
+            if not bool(x.isfinite().all()):
+                raise ValueError(f"layer {self.number}: {what} are not finite")
+        device = rows[0].device
+        batch, column = joining.batch.to(device), joining.column.to(device)
+        batches, columns = joining.present.shape
+        keys, values = (x.new_zeros(batches, x.shape[1], columns, x.shape[2]) for x in rows)
+        keys[batch, :, column], values[batch, :, column] = rows
+        spans, weights = joining.spans, joining.weights
+        if isinstance(self.context, FactorRows):
+            means = span_sums(keys, weights, spans)
+            self.context.put(spans, joining.start, keys, values, means)
+        elif self.context is not None:
+            self.context.put(joining.batch, joining.position, *rows)
+        self.routing.extend(keys, joining.start, joining.present, joining.first)
+        if coarse:
+            sums = (span_sums(x, weights, spans) for x in (keys, values))
+            self.append(*sums, joining.entry, joining.count, dtype)
 
     def append(
         self,
@@ -121,7 +196,7 @@ class SeKVLayer(PolicyLayer):
         batch, entry = (torch.arange(keys.shape[2]) < count[:, None]).nonzero(as_tuple=True)
         at = (first[batch] + entry).to(keys.device)
         batch, entry = batch.to(keys.device), entry.to(keys.device)
-        total = max(int((first + count).max()), old[0].shape[2])
+        total = max(int((first + count).max()), old[0].shape[2], 1)
 
         def grown(have: Tensor, new: Tensor) -> Tensor:
             have = F.pad(have, (0, 0, 0, total - have.shape[2]))
@@ -156,39 +231,29 @@ class SeKVLayer(PolicyLayer):
         """Attention over exact rows, the tokens that the queries look at most, coarse entries."""
         batch, heads, rows, width = query.shape
         kv_heads = local.keys.shape[1]
-        scaled = (query.float() * scaling).view(batch, kv_heads, -1, rows, width)
+        query32 = query.float()
+        scaled = (query32 * scaling).view(batch, kv_heads, -1, rows, width)
         exact = local.logits(scaled)
-        score = self.routing.scores(scaled, self.view(span, log_size))
-        score = score.masked_fill((span < 0)[:, None, None, None], _NEVER)
-        # Of each head's whole attention, so that heads that look elsewhere don't decide.
-        within = score.log_softmax(-1)
-        mass = score.amax(-1) - within.amax(-1)
-        within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
-        share = within.amax(2)  # [B, Hkv, Q, T]
-        most = min(int(slots.max()), share.shape[-1])
-        best, token = share.topk(most, dim=-1)
-        chosen = (best > _NEVER / 2) & (
-            torch.arange(most, device=best.device) < slots[:, None, None, None]
-        )
-        # The last one is for slots that hold nothing.
-        wanted = share.new_zeros(*share.shape[:-1], share.shape[-1] + 1, dtype=torch.bool)
-        wanted.scatter_(-1, token, chosen)
+        choice = self.routing.choose(query32, scaled, exact, self.view(span, log_size), slots)
         parts, logits = [local], [exact]
-        for part in self._zoomed(wanted, span, log_size):
+        for part in self._zoomed(choice, span, log_size):
             parts.append(part)
             logits.append(part.logits(scaled))
         return combine(parts, logits).view(batch, heads, rows, width).to(query.dtype)
 
-    def _zoomed(self, wanted: Tensor, span: Tensor, log_size: Tensor) -> Iterator[Part]:
-        """The wanted tokens ``[B, Hkv, Q, T + 1]``, and entries of spans without any of these."""
+    def _zoomed(self, choice: Choice, span: Tensor, log_size: Tensor) -> Iterator[Part]:
+        """The chosen tokens, and the entries of spans that are read as such."""
         assert self.held is not None and self.context is not None
+        wanted, opened = choice.tokens, choice.opened
         if wanted.shape[2] == 1:
             fetched = self.held.hold(wanted[:, :, 0], self.context)
-            # What a step that broke off has fetched, the next one need not.
-            self._fetched_now = self._fetched_now + fetched.to("cpu")
             position = self.held.position.long()
             readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
-            self._asked_now = readable.sum((2, 3)).to("cpu")
+            # What a step that broke off has fetched, the next one need not.
+            self.tally.note("fetched", fetched, again=True)
+            self.tally.note("asked", readable.sum((2, 3)))
+            for name, count in choice.counts.items():
+                self.tally.note(name, count)
             keys, values = self.held.keys, self.held.values
         else:
             # Each query has tokens of its own: together they may be more than a step holds.
@@ -205,11 +270,19 @@ class SeKVLayer(PolicyLayer):
             keys[batch, head, at], values[batch, head, at] = rows
             readable = wanted.gather(-1, position[:, :, None].expand(-1, -1, wanted.shape[2], -1))
             readable = readable & there[:, :, None]
-        yield Part(keys, values, readable[:, :, None])
-        if self.entries is not None:
-            spans = log_size.shape[1]
-            of = span[:, None].expand(-1, position.shape[1], -1).gather(-1, position.clamp(min=0))
+        mask = readable[:, :, None]  # [B, Hkv, 1, Q, n]
+        if self.entries is None:
+            yield Part(keys, values, mask)
+            return
+        spans = log_size.shape[1]
+        of = span[:, None].expand(-1, position.shape[1], -1).gather(-1, position.clamp(min=0))
+        if opened is None:
             opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
             opened.scatter_(-1, of[:, :, None].where(readable, spans), True)
-            bias = log_size[:, None, None].masked_fill(opened[..., :spans], -torch.inf)
-            yield self.entries.part(bias[:, :, None])
+            opened = opened[:, :, None, :, :spans]
+        else:
+            own = of.clamp(min=0)[:, :, None, None].expand(*opened.shape[:-1], -1)
+            mask = mask & opened.gather(-1, own)
+        yield Part(keys, values, mask)
+        bias = log_size[:, None, None, None].masked_fill(opened, -torch.inf)
+        yield self.entries.part(bias)

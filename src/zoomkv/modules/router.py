@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +124,8 @@ class Router(nn.Module):
         start = math.log(threshold) - math.log1p(-threshold)
         self.threshold_logit = nn.Parameter(torch.full((layers, heads), start))
         self.rank_gate = RankGate(head_dim, rank, generator=generator)
+        self.trained_with: dict[str, dict[str, Any]] = {}
+        """What its training said of ``splitter`` and ``memory``; empty: not known."""
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self.shape).items())

@@ -131,6 +131,7 @@ def paper_spans(
     anchor = ((steps > limit[:, None]) | (_columns(steps) < sinks)) & exists
     # An anchor is a range of its own, with nothing left inside.
     opens = (anchor | F.pad(anchor[:, :-1], (1, 0))) & exists
+    opens[:, 0] = True  # also without sinks
     if max_span is not None:
         position = _columns(steps)
         since = position - position.where(opens, 0).cummax(dim=1).values
