@@ -1,6 +1,7 @@
 """``zoomkv generate`` on a tiny model: what it streams, what it reports, what it refuses."""
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +215,17 @@ def test_a_file_that_is_not_text(folder, capsys, tmp_path):
     assert run(capsys, folder, "--file", str(tmp_path / "f"))[2] == (
         f"zoomkv: {tmp_path / 'f'} is not UTF-8\n"
     )
+
+
+def test_a_misspelt_model_is_told_before_anything_heavy_is_imported():
+    code = """
+import sys
+from zoomkv.cli import main
+assert main(["generate", "smollm-135m", "--prompt", "x"]) == 2
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stderr == "zoomkv: model 'smollm-135m': did you mean smollm2-135m?\n"
 
 
 def test_a_checkpoint_that_is_none(tmp_path, capsys):

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def cache_folder() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoomkv"
+
+
+def check_spelling(name: str) -> None:
+    """Raises ValueError for a model name that is nearly the embedded one's, and nothing's here."""
+    if name == EMBEDDED_NAME or "/" in name or Path(name).exists():
+        return
+    if get_close_matches(name.lower(), [EMBEDDED_NAME], cutoff=0.7):
+        raise ValueError(f"model '{name}': did you mean {EMBEDDED_NAME}?")
 
 
 def embedded_gguf() -> Path:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from zoomkv.backbone.embedded import EMBEDDED_NAME, dequantised, embedded_gguf
+from zoomkv.backbone.embedded import EMBEDDED_NAME, check_spelling, dequantised, embedded_gguf
 from zoomkv.backbone.families import check_supported
 
 Precision = Literal["fp32", "bf16", "nf4", "int8"]
@@ -101,8 +100,7 @@ def resolve(name: str) -> str:
         return str(path)
     if path.is_absolute() or name.startswith(("./", "../", "~")):
         raise ValueError(f"model '{name}': there is no such folder")
-    if "/" not in name and get_close_matches(name.lower(), [EMBEDDED_NAME], cutoff=0.7):
-        raise ValueError(f"model '{name}': did you mean {EMBEDDED_NAME}?")
+    check_spelling(name)
     _check_hub(name)
     return name
 

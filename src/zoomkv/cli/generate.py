@@ -22,9 +22,12 @@ MIB = 1024 * 1024
 def main(argv: Sequence[str]) -> None:
     """Streams one answer to stdout, and what it cost to stderr."""
     arguments = _parser().parse_intermixed_args(argv[1:])
+    from zoomkv.backbone.embedded import check_spelling
+
     given, of_file = (None, {}) if arguments.policy is None else policy_of(arguments.policy)
     options = {**of_file, **_options(arguments)}
     sampling, prompt = _sampling(arguments), _prompt(arguments)
+    check_spelling(arguments.model)
     import torch
 
     from zoomkv.caches.registry import check_options
