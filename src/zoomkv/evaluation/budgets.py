@@ -139,8 +139,7 @@ def _arm(given: ArmSettings, settings: Settings) -> Arm:
 
 
 def _tuned(policy: str, reference: Arm, settings: Settings) -> Arm:
-    own = next((arm for arm in settings.policies if policy in (arm.label, arm.policy)), None)
-    given = ArmSettings(policy) if own is None else own
+    given = next(iter(settings.named(policy)), ArmSettings(policy))
     option = tuned_option(given.policy)
     options = {name: value for name, value in given.options.items() if name != option}
     arm = _arm(replace(given, options=options, budgets=None, model=reference.model), settings)

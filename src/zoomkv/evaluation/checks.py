@@ -28,7 +28,7 @@ _TIGHT_WINDOW = 8
 _TIGHT_SHARE = 0.02  # which policies raise to the least that they can do with
 _ROUNDING = {torch.float32: 1e-4}  # of the largest logit; fewer bits: _COARSE
 _COARSE = 0.03
-_THOUGHTS = 8
+_THOUGHTS = 3  # paragraphs beyond those that are read in full
 
 Check = dict[str, Any]
 
@@ -119,7 +119,8 @@ def _equals_full(
 def _differs(model: Any, tokenizer: Any, arm: Arm, recording: Recording, tokens: Tensor) -> Check:
     options = tight(arm)
     if "max_interval" in options_of(arm.policy):  # it compresses what is summarised, nothing else
-        tokens = _thoughts(tokenizer).to(tokens.device)
+        count = options.get("consensus", 2) + _THOUGHTS
+        tokens = _thoughts(tokenizer, count).to(tokens.device)
     cache, full = (
         make_cache(name, model, tokenizer, **of)
         for name, of in ((arm.policy, options), ("full", {}))
@@ -197,11 +198,11 @@ def _first_other(
     return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
 
 
-def _thoughts(tokenizer: Any) -> Tensor:  # [n]
+def _thoughts(tokenizer: Any, count: int) -> Tensor:  # [n]
     """Paragraphs, each with its summary."""
     text = "".join(
         f"First we add {n} and {n + 1}, which makes {2 * n + 1}, and we keep that in mind.\n\n"
         f"{BEGIN_OF_SUMMARY}{n}+{n + 1}={2 * n + 1}{END_OF_SUMMARY}\n\n"
-        for n in range(10, 10 + _THOUGHTS)
+        for n in range(10, 10 + count)
     )
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -202,7 +202,11 @@ class _Run:
     def _cells(self, name: str) -> Iterator[Cell]:
         model, tokenizer = self.models.get(name)
         for given, task in self.tasks:
-            arms = [arm for arm in self.arms if arm.model == name and _answers(arm, given)]
+            arms = [
+                arm
+                for arm in self.arms
+                if arm.model == name and _answers(arm, given, self.settings)
+            ]
             lengths = self.settings.lengths if given.lengths is None else given.lengths
             for length in lengths if arms else ():
                 for seed in self.settings.seeds:
@@ -220,10 +224,11 @@ class _Run:
                     )
 
 
-def _answers(arm: Arm, task: TaskSettings) -> bool:
+def _answers(arm: Arm, task: TaskSettings, settings: Settings) -> bool:
     """Whether an arm answers a task; one that is tuned goes with its reference."""
-    own = (arm.label, arm.policy) if arm.reference is None else (arm.reference,)
-    return not task.policies or any(name in task.policies for name in own)
+    own = arm.label if arm.reference is None else arm.reference
+    named = [known.label for name in task.policies for known in settings.named(name)]
+    return not task.policies or own in named
 
 
 def _answer(

@@ -173,6 +173,11 @@ class Settings:
             raise ValueError(f"--config {path}: write NAME: VALUE lines")
         return cls.of(found or {}, f"--config {path}")
 
+    def named(self, name: str) -> list[ArmSettings]:
+        """The policy of that label, or else all of that registered name."""
+        labelled = [arm for arm in self.policies if arm.label == name]
+        return labelled or [arm for arm in self.policies if arm.policy == name]
+
     def with_policies(self, names: Sequence[str]) -> Settings:
         """Only these policies: the arms of that label or policy, or the policy with its defaults.
 
@@ -180,12 +185,11 @@ class Settings:
         """
         arms: list[ArmSettings] = []
         for name in names:
-            known = [arm for arm in self.policies if name in (arm.label, arm.policy)]
-            arms += [arm for arm in known or [ArmSettings(name)] if arm not in arms]
-        left = {word for arm in arms for word in (arm.label, arm.policy)}
+            known = self.named(name) or [ArmSettings(name)]
+            arms += [arm for arm in known if arm not in arms]
         tasks = []
         for task in self.tasks:
-            kept = tuple(name for name in task.policies if name in left)
+            kept = tuple(n for n in task.policies if any(arm in arms for arm in self.named(n)))
             if kept or not task.policies:
                 tasks.append(replace(task, policies=kept))
         return replace(self, policies=tuple(arms), tasks=tuple(tasks))
@@ -219,7 +223,7 @@ class Settings:
         known = [word for arm in self.policies for word in (arm.label, arm.policy)]
         for task in self.tasks:
             for wanted in task.policies:
-                if wanted not in known:
+                if not self.named(wanted):
                     raise ValueError(
                         f"tasks: {task.name}: no policy {wanted!r}{hint(wanted, known)}"
                     )
