@@ -230,7 +230,7 @@ function heat(value) {
 function attend(svg, targets, byLine = false) {
   let current = null;
   const cursor = make("path", { class: "cursor" });
-  const show = (target, viaKey) => {
+  const show = (target) => {
     if (current === target) return;
     current = target;
     cursor.setAttribute("d", target.box
@@ -239,7 +239,7 @@ function attend(svg, targets, byLine = false) {
     cursor.setAttribute("transform", target.box ? "" : `translate(${target.x} ${target.y})`);
     svg.append(cursor);
     heatUp(target.s);
-    showTip(svg, target, viaKey);
+    showTip(svg, target);
   };
   const leave = () => {
     current = null;
@@ -266,24 +266,33 @@ function attend(svg, targets, byLine = false) {
   });
   svg.addEventListener("pointerleave", leave);
   svg.addEventListener("blur", leave);
+  let tapped = null;
   svg.addEventListener("click", (event) => {
-    const found = nearest(event);
+    const found = current ?? nearest(event);
+    // A finger can't point first: its first tap shows, the second chooses.
+    if (event.pointerType === "touch" && found && found !== tapped) {
+      tapped = found;
+      return show(found);
+    }
     if (found?.s != null) toggle(LABELS[found.s]);
   });
   svg.addEventListener("keydown", (event) => {
     if (event.key === "Escape") return leave();
     if (event.key === "Enter" && current?.s != null) return toggle(LABELS[current.s]);
-    const next = step(targets, current, event.key);
+    const next = step(targets, current, event.key, byLine);
     if (!next) return;
     event.preventDefault();
-    show(next, true);
+    show(next);
   });
 }
 
-function step(targets, current, key) {
+function step(targets, current, key, byLine) {
   const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
   if (!move || !targets.length) return null;
-  if (!current) return targets.find((target) => target.chosen) ?? targets[0];
+  if (!current) {
+    const chosen = targets.filter((target) => target.chosen);
+    return byLine || !chosen.length ? targets[0] : chosen.reduce((best, each) => (each.x < best.x ? each : best));
+  }
   // The nearest point in that direction; sideways, of the same series if it has one.
   const ahead = targets.filter((target) => {
     const along = (target.x - current.x) * move[0] + (target.y - current.y) * move[1];
