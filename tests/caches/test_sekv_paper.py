@@ -316,7 +316,10 @@ EVERYTHING = {"exact", "whole", "coarse", "opened", "apart"}
         ({}, EVERYTHING | {"closed"}),
         ({"rope": "pre"}, EVERYTHING),
         ({"recovery": "exact", "budget": 90}, EVERYTHING),
-        ({"spans": "fixed", "alpha": None, "threshold": 0.6}, {"coarse", "opened", "closed"}),
+        (
+            {"spans": "fixed", "alpha": None, "max_span": 5, "threshold": 0.6},
+            {"coarse", "opened", "closed"},
+        ),
         ({"coarse_weights": "mean", "residency": "streamed"}, EVERYTHING),
         ({"coarse_share": 0.2}, EVERYTHING | {"merged"}),
     ],

@@ -115,6 +115,8 @@ class FactorRows:
             values: Likewise.
             coarse_keys: Mean key of each span.
         """
+        if not bool(spans.count.any()):
+            return  # all that joins stays whole
         position = start[:, None] + torch.arange(keys.shape[2])
         where = position.to(keys.device)
         found = self._factoriser(keys, values, spans, where, coarse_keys)
