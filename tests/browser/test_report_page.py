@@ -333,7 +333,7 @@ def test_little_data_leaves_figures_out(page: Any, tmp_path: Path) -> None:
     page.goto((report(tmp_path, lines) / "index.html").as_uri())
     assert figures(page) == ["table"]
     assert page.inner_text("h1") == "h2o on checkpoints/made-up"
-    assert page.locator("fieldset").count() == 0
+    assert page.locator("fieldset").count() == 0 and page.locator("aside").is_hidden()
     (row,) = shown_rows(page)
     assert row["n"] == "3" and row["right"].startswith("100.0\u202f%")
 

@@ -28,7 +28,7 @@ HEADER: dict[str, Any] = {
     "format": 1,
     "zoomkv": "0.1.0",
     "model": "checkpoints/made-up",
-    "fingerprint": {"layers": 30, "vocabulary": 49152},
+    "fingerprint": {"checkpoints/made-up": {"layers": 30, "vocabulary": 49152}},
     "settings": {"tasks": ["needle", "ledger", "fidelity"], "seeds": [0], "precision": "fp32"},
 }
 

@@ -103,7 +103,8 @@ def test_several_files(tmp_path: Path) -> None:
 def test_what_can_not_be_in_one_report(tmp_path: Path) -> None:
     one = write_results(tmp_path / "one.jsonl", [answer()])
     other = write_results(tmp_path / "other.jsonl", [answer()], model="another")
-    print_ = write_results(tmp_path / "print.jsonl", [answer()], fingerprint={"layers": 2})
+    changed = {"checkpoints/made-up": {"layers": 2}}
+    trained = write_results(tmp_path / "trained.jsonl", [answer()], fingerprint=changed)
     unlike = write_results(tmp_path / "unlike.jsonl", [answer(right=False)])
     newer = write_results(tmp_path / "newer.jsonl", [answer()], format=2)
     nothing = write_results(tmp_path / "nothing.jsonl", [])
@@ -113,14 +114,24 @@ def test_what_can_not_be_in_one_report(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match='model is "checkpoints/made-up" in the one, "another"'):
         report(one, other)
-    with pytest.raises(ValueError, match="fingerprint is"):
-        report(one, print_)
+    with pytest.raises(
+        ValueError, match="trained.jsonl can't be in one report: checkpoints/made-up is"
+    ):
+        report(one, trained)
     with pytest.raises(ValueError, match="unlike.jsonl: .*answered otherwise in .*one.jsonl"):
         report(one, unlike)
     with pytest.raises(ValueError, match="newer.jsonl: format 2"):
         report(one, newer)
     with pytest.raises(ValueError, match="nothing.jsonl: no answers yet"):
         report(nothing)
+
+
+def test_arms_may_have_models_of_their_own(tmp_path: Path) -> None:
+    prints = {"checkpoints/made-up": {"layers": 30, "vocabulary": 49152}, "sekv": {"layers": 3}}
+    one = write_results(tmp_path / "one.jsonl", [answer()])
+    two = write_results(tmp_path / "two.jsonl", [answer(label="sekv")], fingerprint=prints)
+    found = report_numbers([read_source(one), read_source(two)], "cmd")
+    assert found["fingerprint"] == prints and len(found["rows"]) == 2
 
 
 def test_without_timings_there_is_no_speed(tmp_path: Path) -> None:

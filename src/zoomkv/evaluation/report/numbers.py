@@ -38,7 +38,7 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
         ValueError: Results of different models, the same answer twice with different content, or
             no answer at all.
     """
-    _check_model(sources)
+    fingerprints = _check_model(sources)
     warnings = [line for source in sources for line in source.warnings]
     answers = _answers(sources, warnings)
     if not answers:
@@ -53,7 +53,7 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
         "zoomkv": __version__,
         "command": command,
         "model": sources[0].results.header["model"],
-        "fingerprint": sources[0].results.header.get("fingerprint", {}),
+        "fingerprint": fingerprints,
         "sources": [
             {
                 "file": source.path.name,
@@ -83,16 +83,24 @@ def budget_text(budget: float | int | None) -> str:
     return f"{budget:,} rows" if isinstance(budget, int) else f"{100 * budget:.4g} %"
 
 
-def _check_model(sources: Sequence[Source]) -> None:
-    first = sources[0]
-    for other in sources[1:]:
-        for what in ("model", "fingerprint"):
-            ours, theirs = first.results.header.get(what), other.results.header.get(what)
-            if ours != theirs:
-                raise ValueError(
-                    f"{first.path} and {other.path} can't be in one report: {what} is "
-                    f"{json.dumps(ours)} in the one, {json.dumps(theirs)} in the other"
-                )
+def _check_model(sources: Sequence[Source]) -> Numbers:
+    """The fingerprints of all models by name; policies may have their own beside the run's."""
+    first, seen = sources[0], {}
+    for other in sources:
+        _check_same("model", first, first.results.header, other, other.results.header)
+        prints = other.results.header.get("fingerprint", {})
+        for name in prints:
+            where, known = seen.setdefault(name, (other, prints))
+            _check_same(name, where, known, other, prints)
+    return {name: known[name] for name, (_, known) in seen.items()}
+
+
+def _check_same(what: str, first: Source, one: Answer, second: Source, other: Answer) -> None:
+    if one.get(what) != other.get(what):
+        raise ValueError(
+            f"{first.path} and {second.path} can't be in one report: {what} is "
+            f"{json.dumps(one.get(what))} in the one, {json.dumps(other.get(what))} in the other"
+        )
 
 
 def _answers(sources: Sequence[Source], warnings: list[str]) -> list[Answer]:

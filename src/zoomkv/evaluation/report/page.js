@@ -151,7 +151,8 @@ function start() {
   document.getElementById("controls").append(
     ...filterControls().filter(Boolean), ...[policyControls()].filter(Boolean), make("p", { id: "shown", role: "status" }),
   );
-  document.querySelector("aside").hidden = false;
+  const aside = document.querySelector("aside");
+  aside.hidden = !aside.querySelector("fieldset");
   if (matchMedia("(max-width: 899px)").matches) document.getElementById("filters").open = false;
   const main = document.getElementById("figures");
   main.append(...Object.keys(FIGURES).map((name) => make("section", { class: "figure", id: `figure-${name}` })), tableSection());
