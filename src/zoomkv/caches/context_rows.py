@@ -73,7 +73,7 @@ class ContextRows:
         index = ((batch * heads + head) * capacity + position).to("cpu")
         parts = tuple(part.flatten(0, 2).index_select(0, index) for part in self._parts)
         self._traffic.to_device += (size := size_of(parts))
-        row = batch.to("cpu").bincount(minlength=len(self.moved))
+        row = (index // (heads * capacity)).bincount(minlength=len(self.moved))
         self.moved = self.moved + row * (size // max(len(index), 1))
         return self._codec.decode(tuple(p.to(self._device, non_blocking=True) for p in parts))
 

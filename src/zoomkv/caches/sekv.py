@@ -10,6 +10,9 @@ one softmax over all of it, anchors. Adapted: what is zoomed into are tokens, no
 tenth of the memory a few whole spans are all that fits; a token's routing key is its own, in 4-bit
 numbers (``modules/sketch.py``), since a span's mean key does not tell where a fact stands. What is
 generated joins the context as soon as the local window has overflowed.
+
+The paper's own form is here as options: whole spans that a trained gate opens (``span_routing.py``),
+rebuilt from low-rank factors (``factor_rows.py``), cut at every surprising token.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def choose_splitter(
     }
     _check_bounds(scheme, chosen["min_span"], chosen["max_span"])
     check_share("anchor_share", chosen["anchor_share"])
-    if isinstance(chosen["alpha"], bool) or not isinstance(chosen["alpha"], int | float):
+    number = chosen["alpha"]
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
         raise ValueError(f"alpha={alpha!r}: give a number, or auto")
     if scheme != "fine":
         chosen["anchor_share"] = 0.0
