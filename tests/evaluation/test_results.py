@@ -1,4 +1,4 @@
-"""The figures of a table against counts by hand, and files that are whole, torn or something else."""
+"""A table against counts by hand, and files that are whole, torn or something else."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def _part(kind: type[T], first: str, given: Any, where: str) -> T:
         given = {first: given}
     if not isinstance(given, dict) or not isinstance(given.get(first), str):
         raise ValueError(
-            f"{where}: {_short(given)}: write a name, or {first}: NAME and its options"
+            f"{where}: {_short(given)}: write NAME, or {first}: NAME and more"
         )
     where = f"{where}: {given[first]}"
     _check_names(kind, given, where)

@@ -1,0 +1,129 @@
+"""``zoomkv evaluate`` on a tiny model: the table, what it refuses, and what the guides say of it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoomkv.cli import main
+from zoomkv.cli.dispatch import COMMANDS
+from zoomkv.cli.evaluate import _parser, _settings
+from zoomkv.evaluation.results import read, rows, table
+
+ROOT = Path(__file__).parents[2]
+_LAUNCHED = re.compile(r"^(?:torchrun .*? -m|srun) zoomkv (.+)$")
+
+
+def run(capsys: Any, *words: str) -> tuple[int, str, str]:
+    code = main(["evaluate", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def settings(*words: str) -> Any:
+    return _settings(_parser().parse_args(words))
+
+
+def test_it_prints_the_table_of_its_file(base: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "deep" / "a.jsonl"
+    words = ["--model", base, "--policies", "full,streaming_llm", "--budgets", "0.25"]
+    words += ["--lengths", "300", "--tasks", "needle", "--n", "1", "--out", str(out)]
+    code, said, told = run(capsys, *words)
+    assert code == 0, told
+    found = read(out)
+    assert len(found.answers) == 4 and all(check["ok"] for check in found.checks)
+    assert [line.split(" | ")[:5] for line in said.splitlines()[2:6]] == [
+        line.split(" | ")[:5] for line in table(rows(found.answers)).splitlines()[2:6]
+    ]
+    assert "needle, length 300, seed 0" in told
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    assert run(capsys, *words)[0] == 0 and out.read_bytes() == whole
+    code, said, told = run(capsys, *words, "--n", "2")
+    assert (code, said) == (2, "") and "n: 1 there, 2 now" in told and told.count("\n") == 1
+
+
+def test_a_failed_check_is_exit_1_and_no_table(
+    base: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoomkv.evaluation import runner
+
+    failed = {"kind": "check", "policy": "full", "what": "full is sane", "ok": False, "detail": "x"}
+    monkeypatch.setattr(runner, "check_full", lambda *given: failed)
+    words = ["--model", base, "--policies", "full", "--lengths", "300", "--n", "1"]
+    code, said, told = run(capsys, *words, "--out", str(tmp_path / "a.jsonl"))
+    assert (code, said) == (1, "")
+    assert "zoomkv: a check failed, so there are no figures: full: full is sane: not so" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--config", "none.yaml"], "--config none.yaml: there is no such file"),
+        (["--budgets", "0.1,x"], "'0.1,x': give numbers with commas"),
+        (["--budgets", "2.5"], "budgets: 2.5: give a share in (0, 1], or rows"),
+        (["--lengths", "1k"], "'1k': give whole numbers"),
+        (["--policies", "full,,h2o"], "give names with commas"),
+        (["--policies", "h3o", "--out", "a.jsonl"], "unknown policy 'h3o'"),
+        (["--tasks", "needles", "--out", "a.jsonl"], "unknown task 'needles'"),
+        (["--out", "a.json"], "--out a.json: give a file that ends with .jsonl"),
+        (["--devices", "0"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    words: list[str], named: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said, told = run(capsys, *words)
+    assert (code, said) == (2, "") and named in told and told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_override_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["--config", "configs/eval/needle.yaml", "--policies", "full,zoomr,tova", "--n", "3"]
+    words += ["--budgets", "0.05,64", "--seeds", "4,5", "--lengths", "512", "--tasks", "needle"]
+    found = settings(*words)
+    assert [arm.label for arm in found.policies] == ["full", "zoomr", "tova"]
+    assert found.policies[1].model == "checkpoints/zoomr-smollm2-135m"
+    assert (found.budgets, found.seeds, found.lengths, found.n) == ((0.05, 64), (4, 5), (512,), 3)
+    assert found.tasks[0].options["haystack"] == "book"
+    moved = settings("--config", "configs/eval/needle.yaml", "--model", "smollm2-135m")
+    assert {arm.model for arm in moved.policies} == {None} and moved.model == "smollm2-135m"
+    assert settings("--precision", "bf16").precision == "bf16"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from zoomkv.cli import main; import zoomkv.evaluation\n"
+        "try: main(['evaluate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'lightning', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def launched() -> list[str]:
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_launched_commands_of_the_guide_exist_and_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = [_LAUNCHED.match(line) for line in launched() if not line.startswith("vllm serve ")]
+    assert len(found) == 4
+    for match in found:
+        assert match is not None
+        command, *words = shlex.split(match[1])
+        assert command in COMMANDS
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml"))
+        if command == "evaluate":
+            assert settings(*words).policies
