@@ -1,4 +1,4 @@
-"""``zoomkv evaluate`` on a tiny model: the table, what it refuses, and what the guides say of it."""
+"""``zoomkv evaluate`` on a tiny model: its table, what it refuses, what the guides say of it."""
 
 from __future__ import annotations
 
