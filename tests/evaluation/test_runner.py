@@ -237,6 +237,28 @@ def test_a_failed_check_leaves_no_figures(
     assert out.read_bytes() == plain
 
 
+def test_models_take_turns(base: str, loaded: Any, tmp_path: Path) -> None:
+    settings = faked(
+        base,
+        policies=["full", {"policy": "h2o", "model": "other"}, {"policy": "tova", "model": "idle"}],
+        tasks=[{"task": "echo", "policies": ["full", "h2o"], "batch_size": 1}],
+    )
+    asked: list[str] = []
+
+    def loader(name: str) -> Any:
+        asked.append(name)
+        return loaded
+
+    with patched():
+        evaluate(settings, tmp_path / "a.jsonl", loader=loader)
+    found = read(tmp_path / "a.jsonl")
+    # One at a time: fingerprints, checks, answers. A model that answers nothing isn't loaded.
+    assert asked == ["other", base, "other", base, "other"]
+    assert set(found.header["fingerprint"]) == {base, "other"} and len(found.checks) == 2
+    labels = [answer["label"] for answer in found.answers]
+    assert labels == ["full"] * 40 + ["h2o"] * 80
+
+
 # -- with a model ---------------------------------------------------------------------------------
 
 

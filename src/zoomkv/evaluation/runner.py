@@ -87,7 +87,13 @@ def evaluate(
         CheckFailed: See there. The results file holds the checks.
         OSError: The disk is full.
     """
-    arms = arms_of(settings)
+    arms = [
+        arm
+        for arm in arms_of(settings)
+        if any(_answers(arm, given, settings) for given in settings.tasks)
+    ]
+    if not arms:
+        raise ValueError("policies: none of them answers any of the tasks")
     tasks = [(given, make_task(given.task, **given.options)) for given in settings.tasks]
     precision: Any = settings.precision  # load says which there are
     models = Models(loader or (lambda name: load(name, precision, device)))
