@@ -114,9 +114,7 @@ def test_what_can_not_be_in_one_report(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match='model is "checkpoints/made-up" in the one, "another"'):
         report(one, other)
-    with pytest.raises(
-        ValueError, match="trained.jsonl can't be in one report: checkpoints/made-up is"
-    ):
+    with pytest.raises(ValueError, match="trained.jsonl can't be .*: checkpoints/made-up is"):
         report(one, trained)
     with pytest.raises(ValueError, match="unlike.jsonl: .*answered otherwise in .*one.jsonl"):
         report(one, unlike)

@@ -85,7 +85,8 @@ def budget_text(budget: float | int | None) -> str:
 
 def _check_model(sources: Sequence[Source]) -> Numbers:
     """The fingerprints of all models by name; policies may have their own beside the run's."""
-    first, seen = sources[0], {}
+    first = sources[0]
+    seen: dict[str, tuple[Source, Answer]] = {}
     for other in sources:
         _check_same("model", first, first.results.header, other, other.results.header)
         prints = other.results.header.get("fingerprint", {})
