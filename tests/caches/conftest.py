@@ -108,9 +108,12 @@ TABLE = [
     Policy("sekv", {**_PAPER, "residency": "streamed"}, _ALL_OPEN, "paper-streamed", merges=True),
     Policy("sekv", {**_PAPER, "alpha": "auto"}, _ALL_OPEN, "paper-auto", merges=True),
     Policy("sekv", {**_ZOOMS, "recovery": "lowrank"}, _OPEN, "factors", merges=True),
-    # The example of docs/adding-a-policy.md.
+    # The examples of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
+    Policy("peak", {**_OUTPUT, "window": 4}, _LOOSE),
+    Policy("peak", {**_EVERYTHING, "window": 4}, _LOOSE, "all"),
 ]
+EXAMPLES = {"value_norm": "ValueNormCache", "peak": "PeakCache"}
 
 # Every policy meets every family, MHA, GQA and MQA, tied and untied embeddings.
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -373,15 +376,15 @@ def bench(request: pytest.FixtureRequest, tiny: Any) -> Bench:
 
 
 @pytest.fixture(autouse=True)
-def example_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers the example of docs/adding-a-policy.md, from the text of the page."""
+def example_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the examples of docs/adding-a-policy.md, from the text of the page."""
     text = (ROOT / "docs" / "adding-a-policy.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    module = ModuleType("value_norm_example")
-    exec(compile(code[1], "docs/adding-a-policy.md", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "value_norm_example", module)
-    monkeypatch.setitem(POLICIES, "value_norm", "value_norm_example:ValueNormCache")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for code, (name, class_name) in zip(blocks, EXAMPLES.items(), strict=True):
+        module = ModuleType(f"{name}_example")
+        exec(compile(code, "docs/adding-a-policy.md", "exec"), module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(POLICIES, name, f"{module.__name__}:{class_name}")
 
 
 @pytest.fixture

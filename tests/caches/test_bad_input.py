@@ -80,7 +80,7 @@ def test_summary_policies_need_a_tokenizer_with_summary_tokens(model: Any, tools
 
 
 def test_registry() -> None:
-    for name in set(names()) - {"value_norm"}:
+    for name in names():
         assert policy_class(name).name == name
     with pytest.raises(ValueError, match="'full' is registered already"):
         register("full", "somewhere:Else")
@@ -112,9 +112,9 @@ def test_policy_files_are_the_constructors_arguments(
     make_cache(path.stem, model, tools.TOKENIZER, tools.DELIMITERS, **options)
 
 
-def test_every_policy_has_a_file() -> None:
+def test_every_policy_has_a_file(tools: Any) -> None:
     files = {path.stem for path in (ROOT / "configs" / "policy").glob("*.yaml")}
-    assert files == set(names()) - {"value_norm"}
+    assert files == set(names()) - set(tools.EXAMPLES)
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming_llm"])

@@ -255,7 +255,7 @@ def _tensors(value: Any, found: dict[int, Tensor], seen: set[int]) -> None:
     elif isinstance(value, list | tuple | set):
         for item in value:
             _tensors(item, found, seen)
-    elif type(value).__module__.startswith("zoomkv") or "value_norm" in type(value).__module__:
+    elif type(value).__module__.startswith("zoomkv") or type(value).__module__.endswith("_example"):
         names = getattr(type(value), "__slots__", ()) or vars(value)
         for name in names:
             _tensors(getattr(value, name, None), found, seen)
