@@ -115,11 +115,11 @@ def test_weights_of_another_width_are_refused(run: tuple[Path, Sketch], tmp_path
         read_router(folder, read_artifact(folder))
 
 
-def test_a_form_that_no_cache_knows_is_refused(run: tuple[Path, Sketch], tmp_path: Path) -> None:
+def test_a_form_that_is_not_known_is_refused(run: tuple[Path, Sketch], tmp_path: Path) -> None:
     saved = torch.load(run[0], weights_only=True)
-    saved[METADATA]["form"] = "paper"
+    saved[METADATA]["form"] = "other"
     torch.save(saved, run[0])
-    with pytest.raises(ValueError, match="form 'paper' can be trained, but no cache decodes"):
+    with pytest.raises(ValueError, match="form 'other' is not known; upgrade zoomkv"):
         export_checkpoint(run[0], tmp_path / "artifact")
 
 

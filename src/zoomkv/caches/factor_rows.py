@@ -183,7 +183,9 @@ class FactorRows:
         column = torch.arange(pool.shape[1])
         new = (column >= used[:, None]) & (column < (used + length)[:, None])
         pool[new] = numbers.to("cpu", pool.dtype)
-        self._used[kind] = used + length
+        ahead = length.new_zeros(self._used.shape)
+        ahead[kind] = length
+        self._used = self._used + ahead  # in place, it may belong to inference mode
         self._traffic.to_host += numbers.numel() * pool.element_size()
 
     def _note(self, spans: Spans, position: Tensor, begin: Tensor, rank: Tensor) -> None:

@@ -11,7 +11,7 @@ tenth of the memory a few whole spans are all that fits; a token's routing key i
 numbers (``modules/sketch.py``), since a span's mean key does not tell where a fact stands. What is
 generated joins the context as soon as the local window has overflowed.
 
-The paper's own form is here as options: whole spans that a trained gate opens (``span_routing.py``),
+Options give the paper's own form: whole spans that a trained gate opens (``span_routing.py``),
 rebuilt from low-rank factors (``factor_rows.py``), cut at every surprising token.
 """
 

@@ -172,14 +172,14 @@ class SeKVLayer(PolicyLayer):
         keys[batch, :, column], values[batch, :, column] = rows
         spans, weights = joining.spans, joining.weights
         if isinstance(self.context, FactorRows):
-            means = span_sums(keys, weights, spans)
-            self.context.put(spans, joining.start, keys, values, means)
+            coarse_keys = span_sums(keys, weights, spans)
+            self.context.put(spans, joining.start, keys, values, coarse_keys)
         elif self.context is not None:
             self.context.put(joining.batch, joining.position, *rows)
         self.routing.extend(keys, joining.start, joining.present, joining.first)
         if coarse:
-            sums = (span_sums(x, weights, spans) for x in (keys, values))
-            self.append(*sums, joining.entry, joining.count, dtype)
+            means = span_sums(keys, weights, spans), span_sums(values, weights, spans)
+            self.append(*means, joining.entry, joining.count, dtype)
 
     def append(
         self,

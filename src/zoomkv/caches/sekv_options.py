@@ -6,7 +6,7 @@ the policy's page says.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from zoomkv.backbone.attach import attached_router
 from zoomkv.backbone.rotary import rotary_of
@@ -106,7 +106,7 @@ def choose_splitter(
         raise ValueError(f"alpha={alpha!r}: give a number, or auto")
     if scheme != "fine":
         chosen["anchor_share"] = 0.0
-    return Splitter(scheme, **chosen, auto=alpha == "auto")
+    return Splitter(cast(Scheme, scheme), **chosen, auto=alpha == "auto")
 
 
 def choose_factoriser(

@@ -24,6 +24,7 @@ import safetensors.torch
 from torch import nn
 
 from zoomkv.backbone.adapter import ADAPTER_FILES
+from zoomkv.modules.router import Router
 from zoomkv.modules.sketch import Sketch
 
 FORMAT = 1
@@ -111,12 +112,16 @@ def read_router(folder: str | os.PathLike[str], artifact: Artifact) -> nn.Module
     path = Path(folder) / ROUTER
     fields = dict(artifact.router)
     form = fields.pop("form", None)
-    if form not in _ROUTERS:
+    if form not in ROUTERS:
         raise ValueError(f"checkpoint {folder}: unknown form of router '{form}'; upgrade zoomkv")
+    told = {name: fields.pop(name) for name in TRAINED_WITH if name in fields}
     try:
-        router = _ROUTERS[form](**fields)
+        router = ROUTERS[form](**fields)
+        if isinstance(router, Router):
+            _check_told(told)
+            router.trained_with = told
         router.load_state_dict(safetensors.torch.load_file(path))
-    except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"checkpoint {path}: no such router ({reason}); export it again") from None
     return router.eval().requires_grad_(False)
@@ -128,7 +133,20 @@ def save_router(router: nn.Module, folder: Path) -> None:
     safetensors.torch.save_file(weights, folder / ROUTER)
 
 
-_ROUTERS: dict[str, Callable[..., nn.Module]] = {"sketch": Sketch}
+ROUTERS: dict[str, type[Sketch] | type[Router]] = {"sketch": Sketch, "paper": Router}
+"""Forms of routers."""
+
+TRAINED_WITH = ("splitter", "memory")
+"""What a router of the form ``paper`` says of its training, besides its shape."""
+
+
+def _check_told(told: dict[str, Any]) -> None:
+    """A router without its splitter would be used with any."""
+    for name in TRAINED_WITH:
+        if not isinstance(told.get(name), dict):
+            raise TypeError(f"it does not say its {name}")
+    if "scheme" not in told["splitter"]:
+        raise TypeError("its splitter has no scheme")
 
 
 def write_artifact(

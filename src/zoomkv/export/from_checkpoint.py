@@ -14,8 +14,14 @@ from zoomkv.backbone.adapter import add_adapter, load_trained, save_adapter
 from zoomkv.backbone.delimiters import add_to_tokenizer
 from zoomkv.backbone.fingerprint import describe_mismatch, fingerprint
 from zoomkv.backbone.load import load_base
-from zoomkv.export.artifact import ADAPTER, Artifact, save_router, write_artifact
-from zoomkv.modules.sketch import Sketch
+from zoomkv.export.artifact import (
+    ADAPTER,
+    ROUTERS,
+    TRAINED_WITH,
+    Artifact,
+    save_router,
+    write_artifact,
+)
 from zoomkv.spans.thoughts import BEGIN_OF_SUMMARY, END_OF_SUMMARY
 
 METADATA = "zoomkv"
@@ -97,16 +103,17 @@ def _adapter(
 def _router(
     path: Path, metadata: dict[str, Any], weights: dict[str, Any], model: Any, tokenizer: Any
 ) -> _Weights:
-    if metadata["form"] != "sketch":
-        raise ValueError(
-            f"{path}: a router of the form '{metadata['form']}' can be trained, but no cache "
-            "decodes with it yet; export one of SketchDistill"
-        )
-    router = {"form": metadata["form"], **metadata["router"]}
-    sketch = Sketch(**metadata["router"])
-    maps = {name: value for name, value in weights.items() if name.startswith("sketch.")}
-    sketch.load_state_dict({n.removeprefix("sketch."): value for n, value in maps.items()})
-    return {"delimiters": {}, "router": router}, lambda folder: save_router(sketch, folder)
+    form = metadata["form"]
+    if form not in ROUTERS:
+        raise ValueError(f"{path}: a router of the form '{form}' is not known; upgrade zoomkv")
+    router = ROUTERS[form](**metadata["router"])
+    # The attribute of the module that was trained, which its weights are named by.
+    prefix = {"sketch": "sketch.", "paper": "router."}[form]
+    own = {n.removeprefix(prefix): value for n, value in weights.items() if n.startswith(prefix)}
+    router.load_state_dict(own)
+    told = {name: metadata[name] for name in TRAINED_WITH if form == "paper"}
+    what = {"form": form, **metadata["router"], **told}
+    return {"delimiters": {}, "router": what}, lambda folder: save_router(router, folder)
 
 
 def find_checkpoint(source: Path) -> Path:
