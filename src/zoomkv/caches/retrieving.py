@@ -1,8 +1,8 @@
 """Caches that keep every row on the host and read some of them.
 
-A policy says which positions are readable (``RetrievingCache.read_only``). The base archives each
-row, drops from the working sets what is not readable and fetches what is missing: rows that stay
-don't move between the tiers.
+A policy says which positions are readable (``RetrievingCache.read_only``), or what goes and comes
+(``RetrievingCache.exchange``). The base archives each row, drops from the working sets what is not
+readable and fetches what is missing: rows that stay don't move between the tiers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoomkv.caches.base import ModelShape, PolicyCache, PolicyLayer
 from zoomkv.caches.codecs import check_precision
-from zoomkv.caches.slots import Moves, Slots
+from zoomkv.caches.slots import Moves, Slots, exchange
 from zoomkv.caches.tiers import HostRows, Traffic, make_row_codec, settle
 from zoomkv.caches.working_sets import DoubleBuffer, ResidentSet, StreamedSet, WorkingSet
 
@@ -132,24 +132,38 @@ class RetrievingCache(PolicyCache):
     def read_only(self, readable: Tensor, rows: Tensor) -> None:
         """Makes the working sets of some batch rows hold the readable positions, no others.
 
+        Every stored row must be archived, and all layers and heads read the same positions. Takes
+        effect with the next forward.
+
+        Args:
+            readable: Bool ``[B, T]``.
+            rows: Which batch rows change, bool ``[B]``.
+        """
+        wanted, rows, slots = readable[:, None], rows[:, None, None], self.slots
+        total = readable.shape[1]
+        positions = slots.positions[..., : slots.length].long().clamp(max=total - 1)
+        keep = wanted.gather(-1, positions) | ~rows
+        missing = wanted & ~slots.readable(total) & rows
+        self.exchange(keep[None], missing[None].nonzero(as_tuple=True))
+
+    def exchange(self, keep: Tensor, missing: tuple[Tensor, ...]) -> None:
+        """Drops rows from the working sets and fetches others.
+
         Every stored row must be archived. Takes effect with the next forward.
 
         Args:
-            readable: Bool ``[B, T]``, or ``[L, B, Hkv, T]`` if layers and heads differ, with as
-                many positions in each of them.
-            rows: Which batch rows change, bool ``[B]``.
+            keep: Which slots of each index stay, bool ``[groups, B, heads, length]``.
+            missing: Rows to fetch: group, batch row, head and position, each ``[n]``, in this
+                order. As many go and come in all groups and heads of a batch row.
         """
-        if readable.dim() == 2:
-            readable = readable[None, :, None]
-        total, rows = readable.shape[-1], rows[:, None, None]
         with self.moving():
-            for (slots, layers), wanted in zip(self.groups, readable, strict=True):
-                positions = slots.positions[..., : slots.length].long().clamp(max=total - 1)
-                keep = wanted.gather(-1, positions) | ~rows
-                moves = slots.change(keep, wanted & ~slots.readable(total) & rows)
-                there = moves.on(self._set_device())
+            moves = exchange([slots for slots, _ in self.groups], keep, missing)
+            split, there = (
+                m.split(len(self.groups)) for m in (moves, moves.on(self._set_device()))
+            )
+            for (_, layers), here, index in zip(self.groups, split, there, strict=True):
                 for layer in layers:
-                    self._rearrange(layer, moves, there)
+                    self._rearrange(layer, here, index)
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""

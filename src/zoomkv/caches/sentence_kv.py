@@ -18,6 +18,7 @@ stays on the host unread, as the heads of a token lie together there.
 from collections.abc import Iterator
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +29,7 @@ from zoomkv.caches.budget import Budget, check_at_least
 from zoomkv.caches.query_window import QueryWindow
 from zoomkv.caches.retrieving import RetrievingCache
 from zoomkv.caches.snapkv import check_odd
+from zoomkv.caches.thinned import Thinned
 from zoomkv.caches.vocabulary import of_vocabulary
 from zoomkv.ops.observed import mean_over_queries, observed_scores, pooled, weights_of
 from zoomkv.spans.punctuation import sentence_end_mask
@@ -55,13 +57,13 @@ class SentenceKVCache(RetrievingCache):
     name = "sentence_kv"
     watches_prompt = watches_decoding = True
     _closed: Tensor  # bool [B, positions and slack], whether a sentence ends there
-    _kept: Tensor  # bool [L, B, Hkv, positions and slack]
     _means: Tensor  # fp32 [L, B, Hkv, sentences and slack, D]
     _indexed: Tensor  # [B], sentences that have means
     _query: Tensor  # fp32 [L, B, Hkv, D], the one that asks
     _sum: Tensor  # fp32 [L, B, Hkv, D], of the queries of the sentence being written
     _asked: Tensor  # [B], how many these are
     _selected: Tensor  # [B], lengths at the last selection
+    _limit: Tensor  # int32 [L, B, Hkv, sentences], how many tokens of each it chose
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class SentenceKVCache(RetrievingCache):
         self._factor = semantic_factor
         self._kernel = check_odd("kernel", kernel)
         self._window = QueryWindow(check_at_least("window", window, 1))
+        self._thinned = Thinned()
         shape = ModelShape.of(model)
         self._ends = of_vocabulary(
             tokenizer,
@@ -110,9 +113,7 @@ class SentenceKVCache(RetrievingCache):
             self._window.take(step)
         longest, room = int(self._lengths.max()), self._closed.shape[1]
         if longest > room:
-            more = longest - room + max(longest // 2, 256)
-            self._closed = F.pad(self._closed, (0, more))
-            self._kept = F.pad(self._kept, (0, more), value=True)
+            self._closed = F.pad(self._closed, (0, longest - room + max(longest // 2, 256)))
         real = torch.ones_like(step.ids, dtype=torch.bool) if step.real is None else step.real
         batch, column = real.nonzero(as_tuple=True)
         self._closed[batch, step.positions[batch, column]] = self._ends[step.ids[batch, column]]
@@ -152,7 +153,7 @@ class SentenceKVCache(RetrievingCache):
     def prompt_read(self, added: Tensor) -> None:
         """See ``PolicyCache``."""
         self._close()
-        self._thin(added)
+        stay = self._thin(added)
         queries = torch.stack([self._window.of(layer.number) for layer in self.layers])
         present = (self._window.positions >= 0).sum(1)[:, None, None]
         mean = queries.float().sum(3).to("cpu") / present  # where there is no query, zeros stand
@@ -160,7 +161,7 @@ class SentenceKVCache(RetrievingCache):
         self._sum = torch.zeros_like(self._query)
         self._asked = torch.zeros_like(self._asked)
         self._window.start(len(added))
-        self._select(torch.ones_like(added, dtype=torch.bool))
+        self._select(torch.ones_like(added, dtype=torch.bool), stay)
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -171,14 +172,19 @@ class SentenceKVCache(RetrievingCache):
     def _rows(self) -> Tensor:  # [B]
         return self._budget.rows(self._lengths).clamp(min=self._smallest)
 
-    def _thin(self, added: Tensor) -> None:  # [B]
-        """Marks the tokens of a prompt that its last queries look at least, so that some remain."""
+    def _thin(self, added: Tensor) -> Tensor | None:  # [B]
+        """Which rows stay when a prompt loses the tokens that its last queries look at least.
+
+        Returns:
+            Bool ``[L, B, Hkv, slots]``, or None if all stay.
+        """
         drop = (added - (self._factor * self._rows()).long())[:, None, None]
         if not bool((drop > 0).any()):
-            return
+            return None
         first = self._prompt_start.clamp(min=self._first)[:, None, None]
         last = (self._lengths - max(self._recent, self._window.size))[:, None, None]
         when = self._window.positions
+        stay = []
         for layer in self.layers:
             keys, _ = layer.stored()
             positions, valid = layer.slots.positions[..., : keys.shape[2]], layer.slots.valid()
@@ -191,10 +197,9 @@ class SentenceKVCache(RetrievingCache):
             may_go = (positions >= first) & (positions < last) & valid
             order = score.masked_fill(~may_go, torch.inf).argsort(dim=-1, stable=True)
             count = drop.minimum(may_go.sum(-1, keepdim=True))
-            gone = (torch.arange(order.shape[-1]) < count).expand_as(order)
-            batch, head, rank = gone.nonzero(as_tuple=True)
-            position = positions[batch, head, order[batch, head, rank]].long()
-            self._kept[layer.number, batch, head, position] = False
+            stays = (torch.arange(order.shape[-1]) >= count).expand_as(order)
+            stay.append(torch.empty_like(may_go).scatter_(-1, order, stays))
+        return torch.stack(stay)
 
     def _sentences(self) -> Tensor:  # [B, T + 1]
         """The number of the sentence of each position, and in the end how many there are."""
@@ -202,13 +207,18 @@ class SentenceKVCache(RetrievingCache):
         inside = torch.arange(longest) < self._lengths[:, None]
         return F.pad((self._closed[:, :longest] & inside).cumsum(1), (1, 0))
 
-    def _index(self, sentence: Tensor) -> None:  # [B, T + 1]
-        """Adds the mean keys of the sentences that have ended since; their rows are archived."""
+    def _index(self, sentence: Tensor, kept: Tensor | None) -> None:
+        """Adds the mean keys of the sentences that have ended since; their rows are archived.
+
+        Args:
+            sentence: See ``_sentences``.
+            kept: Which tokens count, bool ``[L, B, Hkv, T]``; None: all.
+        """
         total = sentence[:, -1:]
+        if torch.equal(total[:, 0], self._indexed):
+            return
         new = (sentence >= self._indexed[:, None]) & (sentence < total)
         batch, position = new[:, :-1].nonzero(as_tuple=True)
-        if not len(batch):
-            return
         have, need = self._means.shape[3], int(total.max())
         if need > have:
             self._means = F.pad(self._means, (0, 0, 0, need - have + max(need // 4, 16)))
@@ -217,58 +227,137 @@ class SentenceKVCache(RetrievingCache):
         place = (which // need, slice(None), which % need)
         for layer in self.layers:
             keys, _ = layer.archive.codec.decode(layer.archive.take((batch, slice(None), position)))
-            kept = self._kept[layer.number, batch, :, position].float()  # [n, Hkv]
-            count = kept.new_zeros(len(which), kept.shape[1]).index_add_(0, entry, kept)
-            total_keys = kept.new_zeros(len(which), *keys.shape[1:])
-            total_keys.index_add_(0, entry, keys.float() * kept[..., None])
+            weight = torch.ones(keys.shape[:2])
+            if kept is not None:
+                weight = kept[layer.number, batch, :, position].float()
+            count = weight.new_zeros(len(which), weight.shape[1]).index_add_(0, entry, weight)
+            total_keys = weight.new_zeros(len(which), *keys.shape[1:])
+            total_keys.index_add_(0, entry, keys.float() * weight[..., None])
             self._means[layer.number][place] = total_keys / count.clamp(min=1)[..., None]
         self._indexed = total[:, 0]
 
-    def _select(self, rows: Tensor) -> None:  # bool [B]
-        """Chooses anew what some rows read from the next step on."""
+    def _select(self, rows: Tensor, stay: Tensor | None = None) -> None:
+        """Chooses anew what some rows read from the next step on.
+
+        Args:
+            rows: Bool ``[B]``.
+            stay: See ``_thin``.
+        """
         self.archive_rows()
         sentence = self._sentences()
-        self._index(sentence)
-        self.read_only(self._readable(sentence), rows)
+        starts = self._starts(sentence)
+        length, kept = self.slots.length, None
+        positions = torch.stack([slots.positions[..., :length] for slots, _ in self.groups])
+        if stay is not None:
+            kept = torch.ones(*stay.shape[:3], sentence.shape[1] - 1, dtype=torch.bool)
+            *head, slot = (~stay).nonzero(as_tuple=True)
+            kept[(*head, positions[(*head, slot)].long())] = False
+            self._thinned.add(kept, self._lengths, starts)
+        self._index(sentence, kept)
+
+        gone = self._thinned.before(starts.shape[1])
+        size = self._others(starts, gone, self._lengths)
+        limit = self._limits(size)
+        # What has come since the last selection is stored, and what was among the newest then.
+        wanted = limit.minimum(self._others(starts, gone, self._selected))
+        before = F.pad(self._limit, (0, limit.shape[3] - self._limit.shape[3]))
+        more = (wanted - before).clamp(min=0) * rows[:, None, None]
+        missing = self._tokens(starts, gone, before, more)
+
+        stops = self._stops(starts, gone, size, limit)
+        newest = torch.where(rows, self._lengths - self._recent, 0)[:, None, None]
+        at = positions.long().clamp(max=sentence.shape[1] - 2)
+        number = sentence[:, None].expand(*at.shape[:3], -1).gather(-1, at)
+        keep = (positions < stops.gather(-1, number)) | (positions >= newest)
+        self.exchange(keep if stay is None else keep & stay, missing)
+
+        self._limit = torch.where(rows[:, None, None], limit, before)
         self._selected = torch.where(rows, self._lengths, self._selected)
         ceiling = max(int(self._rows().max()), self.slots.length)
         for layer in self.layers:
             layer.working_set.limit(ceiling)
 
-    def _readable(self, sentence: Tensor) -> Tensor:  # [B, T + 1] -> bool [L, B, Hkv, T]
-        """The first tokens, the newest, and others in the order of their sentences' scores."""
-        total, sentence = sentence[:, -1:], sentence[:, :-1].contiguous()
-        position, length = torch.arange(sentence.shape[1]), self._lengths[:, None]
-        always = (position < self._first) | (position >= length - self._recent)
-        always &= position < length
-        other = (~always & (position < length))[:, None] & self._kept[..., : len(position)]
-        room = self._rows() - self._interval - always.sum(1)
+    def _starts(self, sentence: Tensor) -> Tensor:  # [B, T + 1] -> [B, sentences + 1]
+        """Where sentences start and the last ends; it is being written. Absent ones are empty."""
+        number = torch.arange(int(sentence[:, -1].max()) + 2).repeat(len(sentence), 1)
+        return torch.searchsorted(sentence, number).minimum(self._lengths[:, None])
 
-        count = int(total.max()) + 1  # the last is what is being written
+    def _others(self, starts: Tensor, gone: Tensor, lengths: Tensor) -> Tensor:
+        """How many tokens of each sentence are read only by choice, when rows are so long.
+
+        Args:
+            starts: ``[B, sentences + 1]``.
+            gone: Tokens gone before each, ``[L, B, Hkv, sentences + 1]``.
+            lengths: ``[B]``.
+
+        Returns:
+            int32 ``[L, B, Hkv, sentences]``.
+        """
+        last = starts[:, 1:].minimum(lengths[:, None] - self._recent)
+        count = (last - starts[:, :-1].clamp(min=self._first)).to(torch.int32)
+        return (count[:, None] - gone.diff()).clamp(min=0)
+
+    def _limits(self, size: Tensor) -> Tensor:  # int32 [L, B, Hkv, sentences], twice
+        """How many tokens of each sentence are chosen: by score, as many as there is room for."""
+        always = self._lengths - (self._lengths - self._recent - self._first).clamp(min=0)
+        room = (self._rows() - self._interval - always).minimum(self._lengths).to(torch.int32)
+        count = size.shape[3]
         with torch.autocast("cpu", enabled=False):
-            score = (self._means[..., : count - 1, :] @ self._query[..., None])[..., 0]
-        score = F.pad(score, (0, 1))
-        score = score.masked_fill((torch.arange(count) >= total)[:, None], -torch.inf)
-        order = score.argsort(dim=-1, descending=True, stable=True)  # [L, B, Hkv, count]
-        before = F.pad(other.cumsum(-1, dtype=torch.int32), (1, 0))  # others before a position
-        starts = torch.arange(count + 1).expand(len(total), -1).contiguous()
-        starts = torch.searchsorted(sentence, starts)[:, None].expand(*score.shape[:3], -1)
-        starts = before.gather(-1, starts)
-        size = starts.diff()
-        ahead = size.gather(-1, order).cumsum(-1, dtype=torch.int32)
-        ahead = torch.empty_like(size).scatter_(-1, order, ahead) - size  # in better sentences
-        shift = (ahead - starts[..., :-1]).gather(-1, sentence[:, None].expand_as(other))
-        return other & (before[..., :-1] + shift < room[:, None, None]) | always[:, None]
+            # This way round as products of a matrix and a vector are slow in batches.
+            means = self._means[..., : count - 1, :].transpose(-1, -2)
+            score = (self._query[..., None, :] @ means)[..., 0, :]
+        absent = torch.arange(count) >= self._indexed[:, None]
+        order = _falling(F.pad(score, (0, 1)).masked_fill(absent[:, None], -torch.inf))
+        size = size.gather(-1, order)
+        ahead = size.cumsum(-1, dtype=torch.int32) - size  # in better sentences
+        limit = (room[:, None, None] - ahead).clamp(min=0).minimum(size)
+        return torch.empty_like(limit).scatter_(-1, order, limit)
 
-    # -- state ----------------------------------------------------------------------------------
+    def _tokens(
+        self, starts: Tensor, gone: Tensor, before: Tensor, count: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Some tokens of each sentence, of those that may be chosen.
+
+        Args:
+            starts: ``[B, sentences + 1]``.
+            gone: Tokens gone before each, ``[L, B, Hkv, sentences + 1]``.
+            before: How many to pass over, ``[L, B, Hkv, sentences]``.
+            count: How many to name then, as ``before``.
+
+        Returns:
+            Layers, batch rows, heads and positions, each ``[n]``, in this order.
+        """
+        where = count.nonzero(as_tuple=True)
+        layer, batch, head, number = where
+        some = count[where].long()
+        rank = starts[batch, number].clamp(min=self._first) - gone[where] + before[where]
+        rank -= some.cumsum(0) - some
+        entry = torch.arange(len(some)).repeat_interleave(some)
+        rank = rank[entry] + torch.arange(len(entry))
+        layer, batch, head = layer[entry], batch[entry], head[entry]
+        return layer, batch, head, self._thinned.positions(layer, batch, head, rank)
+
+    def _stops(self, starts: Tensor, gone: Tensor, size: Tensor, limit: Tensor) -> Tensor:
+        """Positions before which all that is left of a sentence is read, as ``limit``."""
+        first = starts[:, :-1].clamp(min=self._first)
+        last = starts[:, 1:].minimum(self._lengths[:, None] - self._recent).maximum(first)
+        first, last = (edge[:, None].to(torch.int32) for edge in (first, last))
+        stops = torch.where(limit == size, last, first)
+        part = (limit > 0) & (limit < size)
+        layer, batch, head, position = self._tokens(starts, gone, limit - 1, part.to(torch.int32))
+        stops[part] = position.to(torch.int32) + 1
+        return stops
+
+    # -- state -----------------------------------------------------------------------------------
 
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
         super().select(rows)
         self._window.select(rows)
+        self._thinned.select(rows)
         for name in ("_closed", "_indexed", "_selected", "_asked"):
             setattr(self, name, getattr(self, name)[rows])
-        for name in ("_kept", "_means", "_sum", "_query"):
+        for name in ("_means", "_sum", "_query", "_limit"):
             setattr(self, name, getattr(self, name)[:, rows])
 
     def device_tensors(self) -> Iterator[Tensor]:
@@ -280,24 +369,37 @@ class SentenceKVCache(RetrievingCache):
         """See ``PolicyCache``."""
         yield from super().host_tensors()
         yield from self._window.host_tensors()
+        yield from self._thinned.host_tensors()
         yield from (self._closed, self._indexed, self._selected, self._asked, self._ends)
-        yield from (self._kept, self._means, self._sum, self._query)
+        yield from (self._means, self._sum, self._query, self._limit)
 
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
         self._window.start(batch)
+        self._thinned.start(self.shape.layers, batch, self.shape.kv_heads)
         heads = (self.shape.layers, batch, self.shape.kv_heads)
         width = self.shape.head_dim
         self._closed = torch.zeros(batch, 0, dtype=torch.bool)
-        self._kept = torch.zeros(*heads, 0, dtype=torch.bool)
         self._means = torch.zeros(*heads, 0, width)
         self._indexed = torch.zeros(batch, dtype=torch.int64)
         self._query = torch.zeros(*heads, width)
         self._sum = torch.zeros(*heads, width)
         self._asked = torch.zeros(batch, dtype=torch.int64)
         self._selected = torch.zeros(batch, dtype=torch.int64)
+        self._limit = torch.zeros(*heads, 0, dtype=torch.int32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What kind each token of the vocabulary is says nothing about a sequence: it is shared.
         memo[id(self._ends)] = self._ends
         return super().__deepcopy__(memo)
+
+
+def _falling(score: Tensor) -> Tensor:  # fp32 [..., n] -> int64 [..., n]
+    """The places of scores from the highest down; of equal ones the first goes first.
+
+    Whole numbers sort many times faster than pairs of score and place: both go into one.
+    """
+    bits = (score + 0.0).view(torch.int32)  # of 0 and -0 neither is higher
+    high = ~(bits ^ (bits >> 31 & 0x7FFFFFFF))  # falls as the score rises
+    both = (high.long() << 32) | torch.arange(score.shape[-1])
+    return torch.from_numpy(np.sort(both.numpy(), axis=-1)) & 0xFFFFFFFF

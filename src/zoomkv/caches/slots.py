@@ -5,7 +5,7 @@ keys carry their true positions. Dropping rows fills the holes from the end, so 
 move as were dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,12 @@ class Moves:
             _index_on(self.fetch_to, device),
             self.length,
         )
+
+    def split(self, members: int) -> "list[Moves]":
+        """Those of each member, where the first part of each index says whose a row is."""
+        indexes = (self.source, self.target, self.fetch_from, self.fetch_to)
+        each = zip(*(_split(index, members) for index in indexes), strict=True)
+        return [Moves(*parts, self.length) for parts in each]
 
 
 class Slots:
@@ -145,44 +151,23 @@ class Slots:
         mask[batch, head, self.positions[batch, head, slot].long()] = True
         return mask
 
-    def change(
-        self,
-        keep: Tensor,  # bool [B, heads, length]
-        missing: Tensor | None = None,  # bool [B, heads, T]
-    ) -> Moves:
-        """Drops the stored rows that aren't kept and makes room for missing positions.
+    def change(self, keep: Tensor) -> Moves:  # bool [B, heads, length]
+        """Drops the stored rows that aren't kept.
 
         Each row must keep equally many slots in all heads.
 
         Returns:
             What the layers have to do; this index already says how it will be.
         """
-        keep = keep & self.valid()
-        total = keep.sum(-1)  # [B, heads]
-        if missing is None:
-            missing = keep[..., :0]
-        total = total + missing.sum(-1)
-        width = max(keep.shape[2], int(total.max()))
-        keep = F.pad(keep, (0, width - keep.shape[2]))
-        slot = torch.arange(width, device=keep.device)
-        inside = slot < total[..., None]
-        mover = keep & ~inside
-        hole = ~keep & inside
-        # Within each row the first holes take the movers, the others what is fetched.
-        for_mover = hole & (hole.cumsum(-1) <= mover.sum(-1, keepdim=True))
-        moves = Moves(
-            source=self._index(mover),
-            target=self._index(for_mover),
-            fetch_from=self._index(missing),
-            fetch_to=self._index(hole & ~for_mover),
-            length=int(total.max()),
+        nothing = torch.zeros(0, dtype=torch.int64, device=keep.device)
+        moves = exchange([self], keep[None], (nothing,) * 4)
+        return Moves(
+            moves.source[1:],
+            moves.target[1:],
+            moves.fetch_from[1:],
+            moves.fetch_to[1:],
+            moves.length,
         )
-        self._reserve(width)
-        self.positions[moves.target] = self.positions[moves.source]
-        position = moves.fetch_from[2].to(self.positions)  # type: ignore[union-attr]
-        self.positions[moves.fetch_to] = position[:, None] if self.heads == 1 else position
-        self.count = total[:, 0].to("cpu")
-        return moves
 
     def rewrite(self, positions: Tensor, count: Tensor) -> None:  # [B, heads, T], [B]
         """Says anew what stands in the first slots, and how many are in use."""
@@ -211,10 +196,6 @@ class Slots:
         if not self.on_device:
             yield self.positions
 
-    def _index(self, mask: Tensor) -> Index:  # bool [B, heads, T]
-        batch, head, slot = mask.nonzero(as_tuple=True)
-        return (batch, slice(None) if self.heads == 1 else head, slot)
-
     def _reserve(self, length: int) -> None:
         capacity = self.positions.shape[2]
         if length > capacity:
@@ -222,6 +203,66 @@ class Slots:
             if self.ceiling is not None:
                 wanted = max(length, min(wanted, self.ceiling))
             self.positions = F.pad(self.positions, (0, wanted - capacity))
+
+
+def exchange(members: Sequence[Slots], keep: Tensor, missing: tuple[Tensor, ...]) -> Moves:
+    """Drops stored rows of some indexes and makes room for others, in all of them at once.
+
+    Members store equally many rows, and so they must afterwards, in each batch row and head.
+
+    Args:
+        members: Indexes that have equally many heads.
+        keep: Which slots stay, bool ``[members, B, heads, length]``; those in use are looked at.
+        missing: Rows to make room for: member, batch row, head and position, each ``[n]``, in
+            this order.
+
+    Returns:
+        What the layers have to do, with the member in front of each index; the indexes already
+        say how it will be.
+    """
+    first = members[0]
+    every = first.heads == 1
+    keep = keep & first.valid()
+    total = keep.sum(-1)  # [members, B, heads]
+    if len(missing[0]):
+        total.index_put_(missing[:3], total.new_ones(1), accumulate=True)
+    width = max(keep.shape[-1], int(total.max()))
+    keep = F.pad(keep, (0, width - keep.shape[-1]))
+    slot = torch.arange(width, device=keep.device)
+    inside = slot < total[..., None]
+    mover = keep & ~inside
+    hole = ~keep & inside
+    # Within each row the first holes take the movers, the others what is fetched.
+    for_mover = hole & (hole.cumsum(-1) <= mover.sum(-1, keepdim=True))
+    source, target = mover.nonzero(as_tuple=True), for_mover.nonzero(as_tuple=True)
+    fetch_to = (hole & ~for_mover).nonzero(as_tuple=True)
+    for slots in members:
+        slots._reserve(width)
+    positions = first.positions[None]
+    if len(members) > 1:
+        positions = torch.stack([slots.positions for slots in members])
+    positions[target] = positions[source]
+    positions[fetch_to] = missing[3].to(positions)
+    count = total[0, :, 0].to("cpu")
+    for slots, own in zip(members, positions, strict=True):
+        slots.positions, slots.count = own, count
+    return Moves(
+        *(
+            (*index[:2], slice(None), index[3]) if every else index
+            for index in (source, target, missing, fetch_to)
+        ),
+        length=int(count.max()),
+    )
+
+
+def _split(index: Index, members: int) -> Iterator[Index]:
+    member = index[0]
+    assert isinstance(member, Tensor)
+    sizes = member.bincount(minlength=members).tolist()
+    parts = [
+        part.split(sizes) if isinstance(part, Tensor) else [part] * members for part in index[1:]
+    ]
+    return zip(*parts, strict=True)
 
 
 def _index_on(index: Index, device: torch.device) -> Index:
