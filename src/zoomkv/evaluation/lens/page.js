@@ -16,14 +16,14 @@
     const name = themes[theme];
     if (theme) document.documentElement.dataset.theme = name;
     else delete document.documentElement.dataset.theme;
-    $("theme").textContent = name;
+    $("theme").textContent = `\u25d0\ufe0e ${name}`;
     $("theme").setAttribute("aria-label", theme ? `Colours: ${name}` : "Colours: as the system has them");
   });
 
   // -- the trace -------------------------------------------------------------------------------
   const trace = JSON.parse($("trace").textContent);
   const { tokens, prompt, groups, levels, spans, choices } = trace;
-  const columns = tokens.length, rows = 1 + groups.length, steps = columns - prompt;
+  const columns = tokens.length, steps = columns - prompt;
 
   const unpack = async (text) => {
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -37,43 +37,41 @@
     }
     return found;
   };
-  let counts, places, values;
+  let counts, when, values;
   try {
     if (!("DecompressionStream" in window)) throw new Error("this browser is too old to unpack it");
-    counts = numbers(await unpack(trace.changes.counts));
-    places = numbers(await unpack(trace.changes.gaps));
-    values = await unpack(trace.changes.values);
+    counts = numbers(await unpack(trace.states.counts));
+    when = numbers(await unpack(trace.states.gaps));
+    values = await unpack(trace.states.values);
   } catch (error) {
     $("trouble").textContent = `The trace can't be shown: ${error.message}.`;
     $("trouble").hidden = false;
     return;
   }
-  const ends = new Uint32Array(steps + 1); // changes before each step
-  for (let step = 0, i = 0; step < steps; step++) {
-    ends[step + 1] = ends[step] + counts[step];
-    for (let last = -1; i < ends[step + 1]; i++) last = places[i] += last + 1;
+  const starts = new Uint32Array(counts.length + 1); // of each place's changes
+  for (let place = 0, i = 0; place < counts.length; place++) {
+    starts[place + 1] = starts[place] + counts[place];
+    for (let last = 0; i < starts[place + 1]; i++) last = when[i] += last;
   }
 
-  // The table as it stands in one step, and copies of it to go back to.
-  const table = new Uint8Array(rows * columns);
-  groups.forEach((_, group) => table.fill(levels[group], (1 + group) * columns, (2 + group) * columns));
-  const apart = Math.max(16, Math.ceil(steps * table.length / 3e7));
-  const copies = [];
-  let at = -1;
-  const apply = (step) => {
-    for (let i = ends[step]; i < ends[step + 1]; i++) table[places[i]] = values[i];
-    at = step;
-    if (step % apart === 0) copies[step / apart] ??= table.slice();
-  };
+  // Rows of the table: marks, then of each group what share reads a token, then what share reads it
+  // in a mean. Each place remembers which of its changes comes next, and goes to and fro.
+  const exactRow = (group) => (1 + group) * columns;
+  const coarseRow = (group) => (1 + groups.length + group) * columns;
+  const initial = new Uint8Array(counts.length);
+  groups.forEach((_, group) => initial.fill(levels[group], exactRow(group), exactRow(group) + columns));
+  const table = initial.slice(), next = starts.slice(0, -1);
   const seek = (step) => {
-    const near = Math.min(Math.floor(step / apart), copies.length - 1);
-    if (step < at || at < near * apart) {
-      table.set(copies[near]);
-      at = near * apart;
+    for (let place = 0; place < table.length; place++) {
+      const first = starts[place], end = starts[place + 1];
+      let i = next[place];
+      while (i < end && when[i] <= step) i++;
+      while (i > first && when[i - 1] > step) i--;
+      if (i === next[place]) continue;
+      next[place] = i;
+      table[place] = i > first ? values[i - 1] : initial[place];
     }
-    while (at < step) apply(at + 1);
   };
-  apply(0);
 
   // -- what it says ----------------------------------------------------------------------------
   const STATES = ["full", "zoomed", "summary", "coarse", trace.unread];
@@ -92,9 +90,10 @@
     const layers = pairsOf(chosen) / trace.kv_heads;
     for (const group of chosen) {
       const weight = (groups[group][1] - groups[group][0]) / layers / levels[group];
-      for (let token = 0, place = (1 + group) * columns; token < until; token++, place++) {
-        exact[token] += (table[place] & 15) * weight;
-        coarse[token] += (table[place] >> 4) * weight;
+      const own = exactRow(group), mean = coarseRow(group);
+      for (let token = 0; token < until; token++) {
+        exact[token] += table[own + token] * weight;
+        coarse[token] += table[mean + token] * weight;
       }
     }
   };
@@ -134,22 +133,20 @@
   let reachable = 0; // the token that the tab key goes to
   cells[0].tabIndex = 0;
 
-  const possible = new Set([0]), marks = new Set();
-  let graded = false;
-  for (let i = 0; i < places.length; i++) {
-    const group = Math.floor(places[i] / columns) - 1;
-    if (group < 0) {
-      marks.add(values[i]);
-      continue;
+  // Which states there are at all, and whether heads differ.
+  const possible = new Set([0]);
+  let graded = groups.length > 1;
+  for (let place = 0; place < counts.length; place++) {
+    const row = Math.floor(place / columns);
+    for (let i = starts[place]; i < starts[place + 1]; i++) {
+      if (!row) possible.add(values[i]);
+      else if (row > groups.length) possible.add(COARSE);
+      else {
+        possible.add(UNREAD);
+        graded ||= values[i] % levels[row - 1] > 0;
+      }
     }
-    const own = values[i] & 15, mean = values[i] >> 4;
-    if (mean) possible.add(COARSE);
-    if (own + mean < levels[group]) possible.add(UNREAD);
-    if (own % levels[group] || mean % levels[group]) graded = true;
   }
-  for (const mark of marks) possible.add(mark);
-  // Groups that read all or nothing, but not the same, make a shade together.
-  graded ||= groups.length > 1;
   const totals = new Map();
   for (const state of [...possible].sort()) {
     const item = make("li");
@@ -210,7 +207,7 @@
   const bytes = ["device", "whole", "host"].map((name) => {
     const item = make("span");
     if (name !== "host") {
-      item.innerHTML = sample(name === "device" ? 'stroke="rgb(var(--accent))"' : 'stroke="var(--quiet)" stroke-dasharray="5 4"');
+      item.innerHTML = sample(name === "device" ? 'stroke="var(--accent)"' : 'stroke="var(--muted)" stroke-dasharray="5 4"');
     }
     item.append(make("span"));
     $("bytes").append(item);
@@ -269,7 +266,7 @@
       now.append(` All heads asked for ${plural(asked, "row")}, of which ${fetched} came from the host.`);
     }
     const device = trace.device_bytes[step], rest = full(step);
-    bytes[0].textContent = `device ${mib(device)}, ${percent(device / rest)} of`;
+    bytes[0].textContent = `device ${mib(device)}, ${percent(device / rest)} of a full cache`;
     bytes[1].textContent = `full cache ${mib(rest)}`;
     bytes[2].textContent = `host ${mib(trace.host_bytes[step])}`;
   };
@@ -361,7 +358,7 @@
   };
 
   const show = (token, block) => {
-    const pane = $("text"), cell = cells[token];
+    const cell = cells[token], pane = cell.closest("section");
     const top = cell.offsetTop, bottom = top + cell.offsetHeight;
     if (block === "start") pane.scrollTop = top - 12;
     else if (top < pane.scrollTop + 8) pane.scrollTop = top - 8;

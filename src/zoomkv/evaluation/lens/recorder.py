@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ from zoomkv.backbone.protocol import Step
 from zoomkv.caches.base import PolicyCache, bookkeeping
 from zoomkv.caches.sekv import SeKVCache
 from zoomkv.caches.sumr import SumRCache
-from zoomkv.evaluation.lens.changes import ChangeLog, Changes
 from zoomkv.evaluation.lens.holdings import PLAIN, drops_for_good, heads_of, marks_of
 from zoomkv.evaluation.lens.pieces import pieces_of
+from zoomkv.evaluation.lens.series import Log, Series
 from zoomkv.evaluation.lens.trace_file import LEVELS, Trace
 from zoomkv.generation import Answer, Generator
 
-_GROUPS = 32  # of layers, at most
+_MOST = 1_400_000  # letters that states may take, if telling layers together can help it
 
 
 class Recorder:
@@ -37,15 +37,7 @@ class Recorder:
         self.ids: list[int] = []
         """Tokens fed so far."""
         self.prompt = 0
-        shape = cache.shape
-        size = -(-shape.layers // _GROUPS)
-        self._groups = [
-            [first, min(first + size, shape.layers)] for first in range(0, shape.layers, size)
-        ]
-        pairs = [(end - first) * shape.kv_heads for first, end in self._groups]
-        self._pairs = np.array(pairs)[:, None]
-        self._levels = np.minimum(self._pairs, LEVELS)
-        self._log = ChangeLog([PLAIN, *self._levels[:, 0].tolist()])
+        self._log = self._new_log()
         self._alike = True  # so far, all layers
         self._device_bytes: list[int] = []
         self._host_bytes: list[int] = []
@@ -76,11 +68,7 @@ class Recorder:
             raise ValueError(
                 f"{len(tokens)} pieces, but {len(self.ids)} tokens were fed and one was not"
             )
-        changes, groups = self._log.changes(len(tokens)), self._groups
-        levels = self._levels[:, 0].tolist()
-        if self._alike:  # then one group tells it all
-            changes = _first_rows(changes, 2 * len(tokens))
-            groups, levels = [[0, self.cache.shape.layers]], levels[:1]
+        groups, levels, states = self._told()
         return Trace(
             policy=policy,
             options={name: _plain(value) for name, value in options.items()},
@@ -98,7 +86,7 @@ class Recorder:
             spans=self._spans(),
             choices=self._choices(),
             fetches=self._fetches,
-            changes=changes.encoded(),
+            states=states,
         )
 
     # -- within ---------------------------------------------------------------------------------
@@ -129,34 +117,65 @@ class Recorder:
         self.prompt = int(self.cache.lengths[0] + step.added[0])
         for series in (self._device_bytes, self._host_bytes, self._fetches):
             series.clear()
-        self._log = ChangeLog([PLAIN, *self._levels[:, 0].tolist()])
+        self._log = self._new_log()
         self._measure()
-        everything = np.repeat(self._levels.astype(np.uint8), self.prompt, axis=1)
-        self._log.add(np.concatenate([np.full_like(everything[:1], PLAIN), everything]))
+        self._log.add(np.repeat(self._log.initial[:, None], self.prompt, axis=1))
         self._steps = 1
 
     def _look(self, step: Step) -> None:
         cache = self.cache
         heads = [heads_of(cache, layer) for layer in range(len(cache))]
         by_layer = [torch.stack(counts).numpy() for counts in zip(*heads, strict=True)]
-        exact, coarse = map(self._told, by_layer)
-        # Two shares that are rounded up may exceed the whole; what is read exactly is told.
-        codes = (exact | np.minimum(coarse, self._levels - exact) << 4).astype(np.uint8)
         marks = marks_of(cache)
-        first = np.full_like(codes[:1], PLAIN) if marks is None else marks.numpy()[None]
-        itself = np.concatenate([[[PLAIN]], self._levels]).astype(np.uint8)
-        self._log.add(np.concatenate([np.concatenate([first, codes]), itself], axis=1))
+        first = np.full_like(by_layer[0][:1], PLAIN) if marks is None else marks.numpy()[None]
+        table = np.concatenate([first, *by_layer]).astype(np.uint8)
+        self._log.add(np.concatenate([table, self._log.initial[:, None]], axis=1))  # and itself
         self._alike = self._alike and all(bool((n == n[:1]).all()) for n in by_layer)
         self._steps += 1
         self._measure()
 
-    def _told(self, heads: np.ndarray) -> np.ndarray:  # [L, n] -> int64 [groups, n]
-        """The share of each group in its parts: none and all are exactly that."""
-        starts = [first for first, _ in self._groups]
-        counts = np.add.reduceat(heads, starts, axis=0)
-        parts = np.rint(counts * self._levels / self._pairs).astype(np.int64)
-        some = (counts > 0) & (counts < self._pairs)
-        return np.where(some, parts.clip(1, np.maximum(self._levels - 1, 1)), parts)
+    def _new_log(self) -> Log:
+        """Marks, and of each layer the heads that read a row itself, and those in a mean alone."""
+        shape = self.cache.shape
+        every, nobody = [shape.kv_heads] * shape.layers, [0] * shape.layers
+        return Log([PLAIN, *every, *nobody])
+
+    def _told(self) -> tuple[list[list[int]], list[int], dict[str, str]]:
+        """Groups of layers, as small as they may be, in how many parts each tells its shares, and
+        the shares."""
+        layers, size = self.cache.shape.layers, 1
+        if self._alike:  # then one layer tells it all
+            levels, states = self._grouped([[0, 1]])
+            return [[0, layers]], levels, states
+        while True:
+            groups = [[at, min(at + size, layers)] for at in range(0, layers, size)]
+            levels, states = self._grouped(groups)
+            if size >= layers or sum(map(len, states.values())) <= _MOST:
+                return groups, levels, states
+            size = -(-3 * size // 2)
+
+    def _grouped(self, groups: list[list[int]]) -> tuple[list[int], dict[str, str]]:
+        log, shape = self._log, self.cache.shape
+        pairs = [(end - first) * shape.kv_heads for first, end in groups]
+        levels = [min(count, LEVELS) for count in pairs]
+
+        def shares(group: int, row: int) -> np.ndarray:  # [columns, steps]
+            first, end = groups[group]
+            total = log.row(row + first, log.columns).astype(np.int64)
+            for layer in range(first + 1, end):
+                total += log.row(row + layer, log.columns)
+            return in_parts(total, pairs[group], levels[group])
+
+        def rows() -> Iterator[tuple[int, np.ndarray]]:
+            yield PLAIN, log.row(0, log.columns)
+            for group, level in enumerate(levels):
+                yield level, shares(group, 1)
+            for group, level in enumerate(levels):
+                coarse = shares(group, 1 + shape.layers)
+                # Two that are rounded up may exceed the whole: what is read exactly is told.
+                yield 0, np.minimum(coarse, level - shares(group, 1)) if coarse.any() else coarse
+
+        return levels, Series.of_rows(rows()).encoded()
 
     def _measure(self) -> None:
         footprint = self.cache.footprint()
@@ -229,12 +248,11 @@ class TracingGenerator(Generator):
         return recorder.trace(tokens, self.policy, self.options, model)
 
 
-def _first_rows(changes: Changes, size: int) -> Changes:
-    """Without what lies behind the first ``size`` places."""
-    inside = changes.places < size
-    step = np.repeat(np.arange(len(changes.counts)), changes.counts)
-    counts = np.bincount(step[inside], minlength=len(changes.counts))
-    return Changes(counts, changes.places[inside], changes.values[inside])
+def in_parts(counts: np.ndarray, pairs: int, levels: int) -> np.ndarray:
+    """Counts of some pairs in fewer parts, uint8: none and all stay exactly that."""
+    parts = np.rint(counts * levels / pairs).astype(np.int64)
+    some = (counts > 0) & (counts < pairs)
+    return np.where(some, parts.clip(1, max(levels - 1, 1)), parts).astype(np.uint8)
 
 
 def _plain(value: Any) -> Any:

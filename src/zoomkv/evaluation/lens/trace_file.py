@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from zoomkv.evaluation.lens.changes import Changes
+from zoomkv.evaluation.lens.series import Series
 
 KIND, FORMAT = "zoomkv trace", 1
 LEVELS = 15
-"""A share is told in at most so many parts: two of them take a byte."""
+"""A share is told in at most so many parts."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ class Trace:
     fetches: list[list[int]]
     """For ``sekv``: tokens that all heads of all layers asked for in each step, and how many of
     these came from the host. Empty for others."""
-    changes: dict[str, str]
-    """See ``Changes``: of a table with a row of marks, and one of ``exact | coarse << 4`` for each
-    group. A new token is plain and read by all."""
+    states: dict[str, str]
+    """See ``Series``: of a table with a row of marks, then one for each group of what share reads
+    a token itself, then one for each of what share reads it in a mean alone. A column is a token;
+    a new one is plain, and read itself by all."""
 
     @property
     def steps(self) -> int:
@@ -80,17 +81,26 @@ class Trace:
         return len(self.tokens) - self.prompt
 
     def views(self) -> Callable[[int], View]:
-        """Decodes the changes, and gives what tells a step's view."""
-        rows, columns = 1 + len(self.groups), len(self.tokens)
-        decoded = Changes.decoded(self.changes, rows * columns)
-        first = np.repeat(np.array([[0], *([n] for n in self.levels)], np.uint8), columns, axis=1)
-        parts = np.array(self.levels)[:, None]
+        """Decodes the states, and gives what tells a step's view."""
+        decoded, columns = self.decoded(), len(self.tokens)
+        initial = np.array([0, *self.levels, *([0] * len(self.groups))], np.uint8)
+        initial, parts = np.repeat(initial[:, None], columns, 1), np.array(self.levels)[:, None]
 
         def view(step: int) -> View:
-            table = decoded.after(step, first)[:, : self.prompt + step]
-            return View(table[0], (table[1:] & LEVELS) / parts, (table[1:] >> 4) / parts)
+            table = decoded.at(step, initial)[:, : self.prompt + step]
+            exact, coarse = np.split(table[1:], 2)
+            return View(table[0], exact / parts, coarse / parts)
 
         return view
+
+    def decoded(self) -> Series:
+        """The states.
+
+        Raises:
+            ValueError: They are none, or not of these tokens and steps.
+        """
+        rows = 1 + 2 * len(self.groups)
+        return Series.decoded(self.states, rows * len(self.tokens), self.steps)
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -181,8 +191,7 @@ def _check(trace: Trace) -> None:
             _must(_count(span) and span < len(trace.spans), "a choice names no span")
         _must(_all(int, choice.get("votes") or []), "votes are no counts")
     _must(not trace.fetches or len(trace.fetches) == trace.steps, "fetches are not of every step")
-    decoded = Changes.decoded(trace.changes, (1 + len(groups)) * len(tokens))
-    _must(len(decoded.counts) == trace.steps, "its changes are not of every step")
+    trace.decoded()
 
 
 def _must(holds: bool, message: str) -> None:
