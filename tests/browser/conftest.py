@@ -66,7 +66,7 @@ def page(browser: Any) -> Iterator[Any]:
         viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce"
     )
     tab = context.new_page()
-    tab.set_default_timeout(10_000)
+    tab.set_default_timeout(30_000)
     wrong = misbehaviour(tab)
     yield tab
     context.close()
