@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zoomkv.cli.evaluate import read_settings
 from zoomkv.evaluation.budgets import arms_of
 from zoomkv.evaluation.settings import Settings, first_difference
 
@@ -19,7 +20,7 @@ def test_every_configuration_can_be_run(name: str, monkeypatch: pytest.MonkeyPat
     from zoomkv.evaluation.tasks.registry import options_of
 
     monkeypatch.chdir(CONFIGS.parents[1])
-    settings = Settings.read(str(CONFIGS / f"{name}.yaml"))
+    settings = read_settings(str(CONFIGS / f"{name}.yaml"))
     assert arms_of(settings)[0].label == "full"
     for task in settings.tasks:
         assert set(task.options) <= set(options_of(task.task))
@@ -33,7 +34,7 @@ def test_the_whole_suite_holds_every_policy(monkeypatch: pytest.MonkeyPatch) -> 
     from zoomkv.caches.registry import names
 
     monkeypatch.chdir(CONFIGS.parents[1])
-    settings = Settings.read(str(CONFIGS / "offline.yaml"))
+    settings = read_settings(str(CONFIGS / "offline.yaml"))
     assert {arm.policy for arm in settings.policies} == set(names())
     answering = {
         arm.label for task in settings.tasks for n in task.policies for arm in settings.named(n)
@@ -74,13 +75,13 @@ def test_bad_settings_are_refused_in_one_line(given: Any, named: str) -> None:
 def test_files_that_are_no_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     with pytest.raises(ValueError, match="no such file"):
-        Settings.read(str(path))
+        read_settings(str(path))
     for text, named in (("[1]", "write NAME: VALUE"), ("a: [", "can't be read")):
         path.write_text(text)
         with pytest.raises(ValueError, match=named):
-            Settings.read(str(path))
+            read_settings(str(path))
     path.write_text("")
-    assert Settings.read(str(path)) == Settings()
+    assert read_settings(str(path)) == Settings()
 
 
 def test_policies_and_tasks_are_chosen_by_label_or_name() -> None:

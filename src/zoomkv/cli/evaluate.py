@@ -45,6 +45,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def read_settings(path: str) -> Settings:
+    """Settings from a YAML file.
+
+    Raises:
+        ValueError: It can't be read, or is not what settings look like.
+    """
+    from jsonargparse import get_loader
+
+    try:
+        found = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: there is no such file") from None
+    except Exception as error:  # the loader's errors are those of the library behind it
+        raise ValueError(f"--config {path}: can't be read ({error})") from None
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"--config {path}: write NAME: VALUE lines")
+    return Settings.of(found or {}, f"--config {path}")
+
+
 def _parser() -> Parser:
     parser = Parser("evaluate", "Compares cache policies on tasks under one memory budget.")
     add = parser.add_argument
@@ -57,9 +76,7 @@ def _parser() -> Parser:
     add("--n", type=positive_int, metavar="N", help="questions for each task, length and seed")
     add("--seeds", type=_counts, metavar="N,N", help="of the questions")
     add("--precision", metavar="P", help="of the base: fp32, bf16, nf4, int8")
-    add(
-        "--out", metavar="FILE", help="results (runs/NAME.jsonl for NAME.yaml); they go on there"
-    )
+    add("--out", metavar="FILE", help="results (runs/NAME.jsonl for NAME.yaml); they go on there")
     add("--device", default="auto", help="cpu, cuda, or auto (%(default)s)")
     add("--devices", type=positive_int, default=1, metavar="N", help="processes of each machine")
     add("--num-nodes", type=positive_int, default=1, metavar="M", help="machines")
@@ -67,7 +84,7 @@ def _parser() -> Parser:
 
 
 def _settings(arguments: Namespace) -> Settings:
-    settings = Settings.read(arguments.config) if arguments.config else Settings()
+    settings = read_settings(arguments.config) if arguments.config else Settings()
     if arguments.policies:
         settings = settings.with_policies(arguments.policies)
     if arguments.tasks:

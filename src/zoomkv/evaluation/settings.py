@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 Protocol = Literal["inside", "unknown"]
@@ -154,25 +153,6 @@ class Settings:
                 )
         return _made(cls, found, where)
 
-    @classmethod
-    def read(cls, path: str) -> Settings:
-        """Settings from a YAML file.
-
-        Raises:
-            ValueError: It can't be read, or is not what settings look like.
-        """
-        import yaml  # type: ignore[import-untyped]
-
-        try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"--config {path}: there is no such file") from None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {path}: can't be read ({error})") from None
-        if not isinstance(found or {}, dict):
-            raise ValueError(f"--config {path}: write NAME: VALUE lines")
-        return cls.of(found or {}, f"--config {path}")
-
     def named(self, name: str) -> list[ArmSettings]:
         """The policy of that label, or else all of that registered name."""
         labelled = [arm for arm in self.policies if arm.label == name]
@@ -267,9 +247,7 @@ def _part(kind: type[T], first: str, given: Any, where: str) -> T:
     if isinstance(given, str):
         given = {first: given}
     if not isinstance(given, dict) or not isinstance(given.get(first), str):
-        raise ValueError(
-            f"{where}: {_short(given)}: write NAME, or {first}: NAME and more"
-        )
+        raise ValueError(f"{where}: {_short(given)}: write NAME, or {first}: NAME and more")
     where = f"{where}: {given[first]}"
     _check_names(kind, given, where)
     if not isinstance(given.get("options", {}), dict):
