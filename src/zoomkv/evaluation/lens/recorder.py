@@ -156,18 +156,19 @@ class Recorder:
 
     def _grouped(self, groups: list[list[int]]) -> tuple[list[int], dict[str, str]]:
         log, shape = self._log, self.cache.shape
+        columns = log.columns + 1  # the last token is only written
         pairs = [(end - first) * shape.kv_heads for first, end in groups]
         levels = [min(count, LEVELS) for count in pairs]
 
         def shares(group: int, row: int) -> np.ndarray:  # [columns, steps]
             first, end = groups[group]
-            total = log.row(row + first, log.columns).astype(np.int64)
+            total = log.row(row + first, columns).astype(np.int64)
             for layer in range(first + 1, end):
-                total += log.row(row + layer, log.columns)
+                total += log.row(row + layer, columns)
             return in_parts(total, pairs[group], levels[group])
 
         def rows() -> Iterator[tuple[int, np.ndarray]]:
-            yield PLAIN, log.row(0, log.columns)
+            yield PLAIN, log.row(0, columns)
             for group, level in enumerate(levels):
                 yield level, shares(group, 1)
             for group, level in enumerate(levels):
