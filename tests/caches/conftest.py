@@ -33,6 +33,7 @@ class Policy:
     loose: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     merges: bool = False  # rows may stand for several tokens
+    ragged: bool = False  # batch rows hold unlike numbers of rows, in buffers that are padded
 
 
 _THOUGHTS = {"window": 6, "max_interval": 16}
@@ -47,6 +48,7 @@ _SENTENCES = {"budget": 24, "start": 2, "recent": 5, "window": 4, "kernel": 3}
 _CONTEXT = {"window": 4, "slack": 4, "min_span": 3, "max_span": 6, "width": 8}
 _ZOOMS = {**_CONTEXT, "budget": 48, "coarse_precision": "auto"}
 _ROWS = {**_ZOOMS, "coarse_share": 0.0}
+_FACTORS = {**_ZOOMS, "recovery": "lowrank"}
 _OPEN = {**_CONTEXT, "budget": 1.0}
 _STREAMS = {**_OPEN, "residency": "streamed"}
 _SPANS = {"window": 4, "slack": 4, "router": "gated", "coarse_precision": "auto", "budget": 56}
@@ -105,9 +107,9 @@ TABLE = [
     Policy("sekv", _EVEN, _ALL_OPEN, "paper", merges=True),
     Policy("sekv", {**_EVEN, "rope": "pre"}, _ALL_OPEN, "paper-pre", merges=True),
     Policy("sekv", {**_EVEN, "recovery": "exact"}, _ALL_OPEN, "paper-exact", merges=True),
-    Policy("sekv", {**_PAPER, "residency": "streamed"}, _ALL_OPEN, "paper-streamed", merges=True),
-    Policy("sekv", {**_PAPER, "alpha": "auto"}, _ALL_OPEN, "paper-auto", merges=True),
-    Policy("sekv", {**_ZOOMS, "recovery": "lowrank"}, _OPEN, "factors", merges=True),
+    Policy("sekv", {**_PAPER, "residency": "streamed"}, _ALL_OPEN, "paper-streamed", True, True),
+    Policy("sekv", {**_PAPER, "alpha": "auto"}, _ALL_OPEN, "paper-auto", True, True),
+    Policy("sekv", {**_FACTORS, "router": "trained"}, _OPEN, "factors", merges=True),
     # The examples of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),
     Policy("peak", {**_OUTPUT, "window": 4}, _LOOSE),

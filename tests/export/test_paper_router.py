@@ -71,7 +71,7 @@ def test_what_decodes_is_what_was_trained(trained: tuple[Path, RouterDistill]) -
     assert cache._splitter == Splitter("paper", 4, 12, 1.25)
     factoriser = cache.layers[0]._factoriser
     assert factoriser.rotary is not None and factoriser.rank_gate is cache._router.rank_gate
-    generator = Generator(model, tokenizer, "sekv", budget=0.5)
+    generator = Generator(model, tokenizer, "sekv", budget=0.5, alpha="auto")
     answer = generator.generate("Begin the ledger. " * 60, max_new_tokens=24)[0]
     assert answer.ids and generator.cache is not None
     told = generator.cache.trace()

@@ -40,7 +40,7 @@ from zoomkv.caches.sekv_options import (
     choose_router,
     choose_splitter,
 )
-from zoomkv.caches.slots import Slots
+from zoomkv.caches.slots import Index, Slots
 from zoomkv.caches.span_routing import SpanRouting
 from zoomkv.caches.surprisal_meter import SurprisalMeter
 from zoomkv.caches.tiers import Traffic
@@ -394,19 +394,9 @@ class SeKVCache(PolicyCache):
         self, spans: Spans, nats: Tensor, start: Tensor, present: Tensor, before: Tensor
     ) -> None:
         """Every layer takes the new tokens from its working set; spans go on from ``before``."""
-        stored = self.slots.positions[:, 0, : self.slots.length].long()
-        valid = self.slots.valid()[:, 0]
-        slot_of = torch.zeros(len(stored), int(self._lengths.max()) + 1, dtype=torch.int64)
-        slot_of.scatter_(
-            1,
-            stored.where(valid, slot_of.shape[1] - 1),
-            torch.arange(stored.shape[1]).expand_as(stored),
-        )
         batch, column = present.nonzero(as_tuple=True)
         position = start[batch] + column
-        slot = slot_of[batch, position]
-        on = self._device if isinstance(self.layers[0].working_set, ResidentSet) else "cpu"
-        source = (batch.to(on), slice(None), slot.to(on))
+        source = self._where(batch, position)
         device = self._device
         if self._coarse_weights == "mean":
             nats = torch.zeros_like(nats)
@@ -430,6 +420,19 @@ class SeKVCache(PolicyCache):
         for layer in self.layers:
             rows, dtype = layer.working_set.take(source), self._coarse_dtype()
             layer.extend(joining, rows, dtype, bool(self._coarse_share))
+
+    def _where(self, batch: Tensor, position: Tensor) -> Index:  # 2 x [n]
+        """Where exact rows are in the working sets, for all heads."""
+        stored = self.slots.positions[:, 0, : self.slots.length].long()
+        valid = self.slots.valid()[:, 0]
+        slot_of = torch.zeros(len(stored), int(self._lengths.max()) + 1, dtype=torch.int64)
+        slot_of.scatter_(
+            1,
+            stored.where(valid, slot_of.shape[1] - 1),
+            torch.arange(stored.shape[1]).expand_as(stored),
+        )
+        on = self._device if isinstance(self.layers[0].working_set, ResidentSet) else "cpu"
+        return batch.to(on), slice(None), slot_of[batch, position].to(on)
 
     def _merge(self) -> None:
         """Neighbouring spans become one, until the entries take no more than their share."""
