@@ -405,6 +405,16 @@ def test_contexts_that_recur_are_read_once(folder, monkeypatch):
     assert read == [(1, len(same)), (3, 1)]
 
 
+def test_a_row_that_is_scored_to_its_end_stores_nothing_more(folder, monkeypatch):
+    lm = ZoomKVLM(folder, batch_size=3)
+    cache = lm.new_cache()
+    monkeypatch.setattr(lm, "new_cache", lambda: cache)
+    pairs = [("same", "a"), ("same", "bcd<end>e"), ("one more", "fg")]
+    score(lm, pairs)
+    # The last token of a continuation is scored, not read; an end of text within one is a token.
+    assert sorted(cache.lengths.tolist()) == [4, 4 + 4, 8 + 1]
+
+
 def test_scores_that_no_policy_has_touched_say_so(folder, caplog):
     with caplog.at_level(logging.WARNING, "lm_eval.zoomkv"):
         score(ZoomKVLM(folder, **BINDING), PAIRS[:3])
