@@ -125,8 +125,11 @@ BAD = [
     (changed(groups=[[0, 1]]), "its groups are not its layers"),
     (changed(groups=[[0, 2], [1, 2]]), "its groups are not its layers"),
     (changed(groups=None), "not a whole trace"),
-    (changed(levels=[2]), "levels are missing"),
-    (changed(levels=[0, 16]), "levels are out of range"),
+    (changed(levels=[]), "levels are missing"),
+    (
+        lambda told: json.dumps({**told, "levels": [16] * len(told["levels"])}),
+        "levels are out of range",
+    ),
     (changed(unread="<b>"), "unread is '<b>'"),
     (changed(device_bytes=[1]), "device_bytes is not of every step"),
     (changed(options=[]), "options are no table"),
