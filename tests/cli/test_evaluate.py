@@ -127,3 +127,18 @@ def test_launched_commands_of_the_guide_exist_and_parse(monkeypatch: pytest.Monk
         assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml"))
         if command == "evaluate":
             assert settings(*words).policies
+
+
+def test_the_settings_of_the_guide_can_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoomkv.evaluation.budgets import arms_of
+
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "a.yaml").write_text(block)
+    found = settings("--config", str(tmp_path / "a.yaml"))
+    labels = [arm.label for arm in arms_of(found)]
+    assert labels == ["full", "zoomr consensus=2 top_k=3", "sekv by lot"]
+    assert found.tasks[1].lengths == (None,)
