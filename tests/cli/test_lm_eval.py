@@ -100,7 +100,7 @@ def test_wrong_usage_is_told_by_their_parser(capsys, monkeypatch):
 
 
 def test_a_missing_lm_eval_is_told(capsys, monkeypatch):
-    monkeypatch.setattr("zoomkv.cli.lm_eval.find_spec", lambda name: None)
+    monkeypatch.setattr("zoomkv.evaluation.lm_command.find_spec", lambda name: None)
     assert main(["lm-eval", "--help"]) == 2
     assert capsys.readouterr().err == (
         "zoomkv: lm-eval is not installed; run: pip install 'zoomkv[eval]'\n"
