@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,12 @@ class Run:
         return view.exact[at], view.coarse[at]
 
 
+@cache
+def usual_run(number: int) -> Run:
+    """Of a policy with the usual model; only looked at."""
+    return Run(POLICIES[number])
+
+
 def test_every_policy_is_here() -> None:
     assert {policy.name for policy in POLICIES} == set(names())
 
@@ -102,7 +109,7 @@ def test_a_dense_model_that_sees_what_the_trace_says_gives_the_same_logits(polic
 
 @every_policy
 def test_shares_are_those_of_the_rows_that_are_reported(policy: Policy) -> None:
-    found = Run(policy)
+    found = usual_run(POLICIES.index(policy))
     view = found.view(0)
     assert (view.exact == 1).all() and not view.coarse.any() and view.exact.shape[1] == PROMPT
     for step, read in enumerate(found.reads, start=1):
@@ -122,7 +129,7 @@ def test_shares_are_those_of_the_rows_that_are_reported(policy: Policy) -> None:
 
 @every_policy
 def test_bytes_are_those_of_the_step(policy: Policy) -> None:
-    found = Run(policy)
+    found = usual_run(POLICIES.index(policy))
     held = [seen["footprint"] for seen in found.seen]
     assert found.trace.device_bytes == [footprint.device_bytes for footprint in held]
     assert found.trace.host_bytes == [footprint.host_bytes for footprint in held]
@@ -137,7 +144,7 @@ def test_a_full_row_is_what_a_full_cache_stores() -> None:
 
 @every_policy
 def test_a_trace_comes_back_from_its_file(policy: Policy, tmp_path: Any) -> None:
-    trace = Run(policy).trace
+    trace = usual_run(POLICIES.index(policy)).trace
     write_trace(trace, tmp_path / "a.json")
     assert read_trace(tmp_path / "a.json") == trace
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
