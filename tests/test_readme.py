@@ -27,7 +27,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    lines = [(where, line) for where, block in blocks("bash") for line in block.splitlines()]
+    lines = [
+        (where, line)
+        for where, block in blocks("bash")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     words = [(where, shlex.split(line, comments=True)) for where, line in lines]
     return [(where, of_line) for where, of_line in words if of_line]
 
