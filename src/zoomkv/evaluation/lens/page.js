@@ -361,7 +361,7 @@
     const cell = cells[token], pane = cell.closest("section");
     const top = cell.offsetTop, bottom = top + cell.offsetHeight;
     if (block === "start") pane.scrollTop = top - 12;
-    else if (top < pane.scrollTop + 8) pane.scrollTop = top - 8;
+    else if (top < pane.scrollTop + 8) pane.scrollTop = top - .6 * pane.clientHeight;
     else if (bottom > pane.scrollTop + pane.clientHeight - 24) pane.scrollTop = bottom - pane.clientHeight + 24;
   };
   const go = (wanted) => {
