@@ -108,7 +108,7 @@ TABLE = [
     Policy("sekv", {**_EVEN, "rope": "pre"}, _ALL_OPEN, "paper-pre", merges=True),
     Policy("sekv", {**_EVEN, "recovery": "exact"}, _ALL_OPEN, "paper-exact", merges=True),
     Policy("sekv", {**_PAPER, "residency": "streamed"}, _ALL_OPEN, "paper-streamed", True, True),
-    Policy("sekv", {**_PAPER, "alpha": "auto"}, _ALL_OPEN, "paper-auto", True, True),
+    Policy("sekv", {**_PAPER, "alpha": "auto", "budget": 72}, _ALL_OPEN, "paper-auto", True, True),
     Policy("sekv", {**_FACTORS, "router": "trained"}, _OPEN, "factors", merges=True),
     # The examples of docs/adding-a-policy.md.
     Policy("value_norm", {"budget": 16, "recent": 4, "interval": 3}, {"budget": 500, "recent": 4}),

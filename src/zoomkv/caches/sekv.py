@@ -464,8 +464,13 @@ class SeKVCache(PolicyCache):
             return most
         rows = self._rows().double() * self._coarse_share
         of_entry = self._entry_bytes() + self._summary_bytes()
-        allowed = (rows * self._row_bytes() / of_entry).long().clamp(min=1)
-        return allowed.minimum(most)
+        allowed = (rows * self._row_bytes() / of_entry).long()
+        if self._splitter.scheme != "fine":  # what stays whole may leave less
+            everywhere = self.shape.layers * self.shape.kv_heads
+            room = self._rows().double() * self._row_bytes() * everywhere
+            room = room - self._fixed_bytes(torch.zeros_like(most))
+            allowed = allowed.minimum((room / (of_entry * everywhere + 4)).floor().long())
+        return allowed.clamp(min=1).minimum(most)
 
     def _entry_bytes(self) -> int:
         """Of one coarse entry of one KV head."""
@@ -492,26 +497,14 @@ class SeKVCache(PolicyCache):
 
     def _bound(self, due: Tensor) -> None:  # bool [B]
         """How many tokens each batch row may fetch, once all else has its place."""
-        rows = self._rows()
         unit, everywhere = self._row_bytes(), self.shape.layers * self.shape.kv_heads
-        layer, inside = self.layers[0], (self._span >= 0).sum(1).to("cpu")
-        exact = self._covered - inside + self._window + self._slack
-        streamed = isinstance(layer.working_set, StreamedSet)
-        of_rows = 2 * self.shape.kv_heads if streamed else everywhere
-        fixed = exact * unit * of_rows + self._meter.state_bytes() * (self._slack + 1)
-        if self._span.shape[1]:
-            per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
-            entries = self._entries_allowed()
-            if self._splitter.scheme != "fine":  # there may be far fewer
-                entries = entries.minimum(self._count.clamp(min=1))
-            if self._coarse_share:
-                of_entry = self._entry_bytes() + self._summary_bytes()
-                per_head = per_head + entries * of_entry
-            fixed = fixed + per_head * everywhere + 8 * self._covered
-            fixed = fixed + 4 * entries  # their sizes
-        room = rows.double() * unit * everywhere - fixed
+        entries = self._entries_allowed()
+        if self._splitter.scheme != "fine":  # there may be far fewer
+            entries = entries.minimum(self._count.clamp(min=1))
+        room = self._rows().double() * unit * everywhere - self._fixed_bytes(entries)
         self.overflow = torch.where(due, (-room).clamp(min=0).long(), self.overflow)
         slots = (room / ((unit + _INDEX_BYTES) * everywhere)).floor().long().clamp(min=0)
+        inside, exact = (self._span >= 0).sum(1).to("cpu"), self._exact()
         self._slots = torch.where(due, slots.minimum(inside), self._slots)
         self._tell_overflow(exact)
         ceiling = max(int(exact.max()), self.slots.length)
@@ -520,6 +513,27 @@ class SeKVCache(PolicyCache):
             layer.working_set.limit(ceiling)
             if layer.held is not None:
                 layer.held.resize(self._slots)
+
+    def _exact(self) -> Tensor:  # [B]
+        """Exact rows of each batch row at most, until its next tokens join."""
+        inside = (self._span >= 0).sum(1).to("cpu")
+        return self._covered - inside + self._window + self._slack
+
+    def _fixed_bytes(self, entries: Tensor) -> Tensor:  # [B] -> [B]
+        """Of all but fetched rows, where each batch row has so many coarse entries."""
+        layer, everywhere = self.layers[0], self.shape.layers * self.shape.kv_heads
+        streamed = isinstance(layer.working_set, StreamedSet)
+        of_rows = 2 * self.shape.kv_heads if streamed else everywhere
+        fixed = self._exact() * self._row_bytes() * of_rows
+        fixed = fixed + self._meter.state_bytes() * (self._slack + 1)
+        if self._span.shape[1]:
+            per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
+            if self._coarse_share:
+                of_entry = self._entry_bytes() + self._summary_bytes()
+                per_head = per_head + entries * of_entry
+            fixed = fixed + per_head * everywhere + 8 * self._covered
+            fixed = fixed + 4 * entries  # their sizes
+        return fixed
 
     def _tell_overflow(self, exact: Tensor) -> None:  # [B]
         """Says once that the budget can't be kept; of a share, not before it comes to something."""
