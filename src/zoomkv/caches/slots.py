@@ -230,28 +230,32 @@ def exchange(members: Sequence[Slots], keep: Tensor, missing: tuple[Tensor, ...]
     keep = F.pad(keep, (0, width - keep.shape[-1]))
     slot = torch.arange(width, device=keep.device)
     inside = slot < total[..., None]
-    mover = keep & ~inside
-    hole = ~keep & inside
+    mover, hole = keep & ~inside, ~keep & inside
+    source, holes = mover.nonzero(as_tuple=True), hole.nonzero(as_tuple=True)
     # Within each row the first holes take the movers, the others what is fetched.
-    for_mover = hole & (hole.cumsum(-1) <= mover.sum(-1, keepdim=True))
-    source, target = mover.nonzero(as_tuple=True), for_mover.nonzero(as_tuple=True)
-    fetch_to = (hole & ~for_mover).nonzero(as_tuple=True)
+    movers, count = mover.sum(-1).flatten(), hole.sum(-1).flatten()
+    last = count.cumsum(0) - count + movers
+    last = last.repeat_interleave(count, output_size=len(holes[0]))
+    for_mover = torch.arange(len(last), device=last.device) < last
+    target = tuple(part[for_mover] for part in holes)
+    fetch_to = tuple(part[~for_mover] for part in holes)
     for slots in members:
         slots._reserve(width)
     positions = first.positions[None]
     if len(members) > 1:
-        positions = torch.stack([slots.positions for slots in members])
+        room = -(-width // _GROWTH) * _GROWTH  # what a long prompt took is given back
+        positions = torch.stack([slots.positions[..., :room] for slots in members])
     positions[target] = positions[source]
     positions[fetch_to] = missing[3].to(positions)
-    count = total[0, :, 0].to("cpu")
+    stored = total[0, :, 0].to("cpu")
     for slots, own in zip(members, positions, strict=True):
-        slots.positions, slots.count = own, count
+        slots.positions, slots.count = own, stored
     return Moves(
         *(
             (*index[:2], slice(None), index[3]) if every else index
             for index in (source, target, missing, fetch_to)
         ),
-        length=int(count.max()),
+        length=int(stored.max()),
     )
 
 
