@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tests.bases import make_base
-from tests.evaluation.fakes import fake_answer
+from tests.evaluation.fakes import EchoTask, fake_answer
 
 from zoomkv.caches.registry import names, options_of
 from zoomkv.evaluation import cells, runner, writing
 from zoomkv.evaluation.budgets import arms_of
+from zoomkv.evaluation.cells import Cell
 from zoomkv.evaluation.checks import tight, unbinding
 from zoomkv.evaluation.results import read, read_timings, timing_path
 from zoomkv.evaluation.runner import CheckFailed, evaluate
-from zoomkv.evaluation.settings import Settings
+from zoomkv.evaluation.settings import Settings, TaskSettings
 from zoomkv.evaluation.sharding import Share, part_path
 from zoomkv.evaluation.tasks.registry import TASKS
 from zoomkv.generation import Generator, load
@@ -257,6 +258,25 @@ def test_models_take_turns(base: str, loaded: Any, tmp_path: Path) -> None:
     assert set(found.header["fingerprint"]) == {base, "other"} and len(found.checks) == 2
     labels = [answer["label"] for answer in found.answers]
     assert labels == ["full"] * 40 + ["h2o"] * 80
+
+
+def test_a_task_may_be_told_its_longest_answer(loaded: Any) -> None:
+    for told, longest in ((None, 4), (2, 2)):
+        cell = Cell(
+            given=TaskSettings("echo", max_new_tokens=told),
+            task=EchoTask(),
+            length=None,
+            seed=0,
+            n=3,
+            batch_size=1,
+            protocols=["inside"],
+            arms=[],
+            model=loaded[0],
+            tokenizer=loaded[1],
+        )
+        assert [question.max_new_tokens for question in cell.questions] == [longest] * 3
+    with pytest.raises(ValueError, match="echo: max_new_tokens: 0 is no whole number"):
+        TaskSettings("echo", max_new_tokens=0)
 
 
 # -- with a model ---------------------------------------------------------------------------------

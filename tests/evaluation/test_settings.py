@@ -12,7 +12,10 @@ from zoomkv.evaluation.budgets import arms_of
 from zoomkv.evaluation.settings import Settings, first_difference
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "eval"
-OURS = ("needle", "offline", "offline_smoke")
+OURS = (
+    *("needle", "offline", "offline_smoke"),
+    *("findings_prompts", "findings_reasoning", "findings_sweep"),
+)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -126,7 +126,10 @@ class Cell:
             told = full.render(text)
             return len(self.tokenizer(told, add_special_tokens=not full.chat)["input_ids"])
 
-        return self.task.questions(self.n, self.length, self.seed, count)
+        questions = self.task.questions(self.n, self.length, self.seed, count)
+        if (longest := self.given.max_new_tokens) is None:
+            return questions
+        return [replace(question, max_new_tokens=longest) for question in questions]
 
     def reads_once(self, prompts: Sequence[Prompt]) -> bool:
         """Whether each prompt is read once for all policies, and answered alone."""

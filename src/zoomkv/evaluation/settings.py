@@ -77,13 +77,15 @@ class TaskSettings:
     """Instead of the run's."""
     protocols: tuple[Protocol, ...] | None = None
     """Instead of the run's."""
+    max_new_tokens: int | None = None
+    """Longest answer, instead of the task's own."""
     policies: tuple[str, ...] = ()
     """Labels or policies that answer it; all, if none are named."""
 
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", self.task)
-        for name in ("n", "batch_size"):
+        for name in ("n", "batch_size", "max_new_tokens"):
             if getattr(self, name) is not None:
                 _check_count(f"tasks: {self.name}: {name}", getattr(self, name))
         for length in self.lengths or ():
