@@ -205,7 +205,7 @@ SEKV = [policy for policy in POLICIES if policy.name == "sekv"]
 
 @pytest.mark.parametrize("policy", SEKV, ids=[policy.label for policy in SEKV])
 def test_coarse_entries_of_sekv(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is read in a mean where the entry of its span has a finite logit."""
+    """A token is in a mean alone where no query has replaced its span's entry."""
     biases: list[torch.Tensor] = []
     part = Entries.part
 
@@ -233,7 +233,7 @@ def test_coarse_entries_of_sekv(policy: Policy, monkeypatch: pytest.MonkeyPatch)
             expected = np.zeros(PROMPT + step)
             if seen["biases"]:
                 bias = seen["biases"][layer][0]  # [Hkv, ..., entries]
-                read = bias.isfinite().flatten(1, -2).any(1)
+                read = bias.isfinite().flatten(1, -2).all(1)  # by all heads of a group
                 for position, number in enumerate(span):
                     if number >= 0:
                         expected[position] = read[:, number].double().mean()
@@ -410,11 +410,13 @@ def test_a_prompt_in_parts_is_one_step() -> None:
     for chunk in (None, 4):
         cache = bench.cache()
         recorder = Recorder(cache)
-        traced = cache.commit
         run(bench.model, cache, prompt_ids(1, 9), scripted_ids(1, 20), chunk=chunk)
-        traces.append(recorder.trace([""] * 30, "h2o", {}, "tiny"))
-        assert traced.__self__ is recorder
-    assert traces[0] == traces[1] and traces[0].prompt == 9
+        trace = recorder.trace([""] * 30, "h2o", {}, "tiny")
+        assert (trace.prompt, trace.steps, len(trace.device_bytes)) == (9, 21, 21)
+        traces.append(trace)
+    # While it is read, slack depends on the parts.
+    assert traces[0].device_bytes[1:] == traces[1].device_bytes[1:]
+    assert traces[0].states == traces[1].states
 
 
 # -- from text to trace -------------------------------------------------------------------------
