@@ -35,9 +35,26 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sekv closed": ("sekv", {"router": "closed"}),
     "sekv oracle": ("sekv", {"router": "oracle"}),
     "sekv span-oracle": ("sekv", {"router": "span-oracle"}),
+    "sekv fixed spans": ("sekv", {"spans": "fixed"}),
+    "sekv paper's spans": ("sekv", {"spans": "paper", "alpha": "auto", "min_span": 1}),
+    "sekv anchors": ("sekv", {"anchor_share": 0.015}),
+    "sekv plain means": ("sekv", {"coarse_weights": "mean"}),
+    "sekv no entries": ("sekv", {"coarse_share": 0.0}),
+    "sekv factors": ("sekv", {"recovery": "lowrank"}),
+    "sekv factors before RoPE": ("sekv", {"recovery": "lowrank", "rope": "pre"}),
+    # These need a checkpoint whose router is the paper's.
+    "paper": ("sekv", {"router": "paper"}),
+    "paper exact rows": ("sekv", {"router": "paper", "recovery": "exact"}),
+    "paper before RoPE": ("sekv", {"router": "paper", "rope": "pre"}),
+    "paper one threshold": ("sekv", {"router": "paper", "threshold": 0.5}),
     "streaming_llm": ("streaming_llm", {}),
     "snapkv": ("snapkv", {"count_prefix": True}),
 }
+MAIN = [
+    *("sekv", "sekv sketch", "sekv mean-key", "sekv random", "sekv closed", "sekv oracle"),
+    *("sekv span-oracle", "streaming_llm", "snapkv"),
+]
+"""The others are what parts of the method are worth."""
 
 
 def main() -> None:
@@ -58,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--checkpoint", default="checkpoints/sekv-smollm2-135m")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=MAIN)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.15, 0.2])
     parser.add_argument("--protocols", nargs="+", default=["unknown", "inside"])
