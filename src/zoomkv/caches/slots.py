@@ -48,8 +48,9 @@ class Moves:
     def split(self, members: int) -> "list[Moves]":
         """Those of each member, where the first part of each index says whose a row is."""
         indexes = (self.source, self.target, self.fetch_from, self.fetch_to)
-        each = zip(*(_split(index, members) for index in indexes), strict=True)
-        return [Moves(*parts, self.length) for parts in each]
+        source, target, fetch_from, fetch_to = (_split(index, members) for index in indexes)
+        each = zip(source, target, fetch_from, fetch_to, strict=True)
+        return [Moves(*parts, length=self.length) for parts in each]
 
 
 class Slots:
@@ -221,7 +222,6 @@ def exchange(members: Sequence[Slots], keep: Tensor, missing: tuple[Tensor, ...]
         say how it will be.
     """
     first = members[0]
-    every = first.heads == 1
     keep = keep & first.valid()
     total = keep.sum(-1)  # [members, B, heads]
     if len(missing[0]):
@@ -232,13 +232,14 @@ def exchange(members: Sequence[Slots], keep: Tensor, missing: tuple[Tensor, ...]
     inside = slot < total[..., None]
     mover, hole = keep & ~inside, ~keep & inside
     source, holes = mover.nonzero(as_tuple=True), hole.nonzero(as_tuple=True)
-    # Within each row the first holes take the movers, the others what is fetched.
-    movers, count = mover.sum(-1).flatten(), hole.sum(-1).flatten()
-    last = count.cumsum(0) - count + movers
-    last = last.repeat_interleave(count, output_size=len(holes[0]))
-    for_mover = torch.arange(len(last), device=last.device) < last
-    target = tuple(part[for_mover] for part in holes)
-    fetch_to = tuple(part[~for_mover] for part in holes)
+    target, fetch_to = holes, missing
+    if len(missing[0]):
+        # Within each row the first holes take the movers, the others what is fetched.
+        movers, count = mover.sum(-1).flatten(), hole.sum(-1).flatten()
+        last = (count.cumsum(0) - count + movers).repeat_interleave(count)
+        for_mover = torch.arange(len(last), device=last.device) < last
+        target = tuple(part[for_mover] for part in holes)
+        fetch_to = tuple(part[~for_mover] for part in holes)
     for slots in members:
         slots._reserve(width)
     positions = first.positions[None]
@@ -250,13 +251,11 @@ def exchange(members: Sequence[Slots], keep: Tensor, missing: tuple[Tensor, ...]
     stored = total[0, :, 0].to("cpu")
     for slots, own in zip(members, positions, strict=True):
         slots.positions, slots.count = own, stored
-    return Moves(
-        *(
-            (*index[:2], slice(None), index[3]) if every else index
-            for index in (source, target, missing, fetch_to)
-        ),
-        length=int(stored.max()),
-    )
+
+    def index(parts: tuple[Tensor, ...]) -> Index:
+        return (*parts[:2], slice(None), parts[3]) if first.heads == 1 else parts
+
+    return Moves(index(source), index(target), index(missing), index(fetch_to), int(stored.max()))
 
 
 def _split(index: Index, members: int) -> Iterator[Index]:
