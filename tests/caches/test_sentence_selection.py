@@ -262,9 +262,8 @@ class Widest(TorchDispatchMode):
 def test_no_tensor_of_a_selection_has_all_tokens_of_every_head(factor: float) -> None:
     """1,500 tokens in few sentences, of which 40 are read."""
     generator = torch.Generator().manual_seed(0)
-    cache = SentenceKVCache(
-        MODEL, TOKENIZER, budget=40, start=2, recent=4, window=4, semantic_factor=factor
-    )
+    options = {"start": 2, "recent": 4, "window": 4, "interval": 1, "semantic_factor": factor}
+    cache = SentenceKVCache(MODEL, TOKENIZER, budget=40, **options)
     length, batch = 1500, 2
     cache.expect_prompt(length)
     widest = []
