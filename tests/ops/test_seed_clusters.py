@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoomkv.ops.seed_clusters import _HALVINGS, _banded, seed_clusters
+from zoomkv.ops.seed_clusters import _HALVINGS, _SPREAD, _banded, seed_clusters
 
 
 def greedy(
@@ -30,12 +30,20 @@ def taken(into: list[int]) -> list[int]:
 
 
 def slow_clusters(
-    keys: Tensor, free: list[bool], chunk: list[int], over: int, reach: int
+    keys: Tensor, free: list[bool], chunk: list[int], over: int, wanted: int, reach: int
 ) -> list[int]:
-    """One head ``[R, D]``, of which ``over`` rows are to go."""
+    """One head ``[R, D]``, of which ``wanted`` rows should go, and ``over`` can."""
     unit = torch.nn.functional.normalize(keys.double(), dim=-1)
     cosine = unit @ unit.T
-    low, high = -1.01, 1.0
+    nearest = [-1.01] * len(free)
+    for j in range(len(free)):
+        for i in range(max(0, j - reach), j):
+            if free[i] and free[j] and chunk[i] == chunk[j]:
+                nearest[j] = max(nearest[j], float(cosine[i, j]))
+    nearest.sort(reverse=True)
+    low, high = (nearest[min(max(n * wanted, 1), len(free)) - 1] for n in (_SPREAD, 1))
+    if len(taken(greedy(cosine, free, chunk, low, reach))) < wanted:
+        low = -1.01
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if len(taken(greedy(cosine, free, chunk, middle, reach))) >= over:
@@ -81,7 +89,7 @@ def test_clusters_equal_loops(
         over = min(max(0, counts[row] - wanted[row]), most)
         assert int(remain[row]) == counts[row] - over
         for head, given_ in enumerate(arguments):
-            want = slow_clusters(*given_, over, reach)
+            want = slow_clusters(*given_, over, max(0, counts[row] - wanted[row]), reach)
             assert into[row, head].tolist() == want + list(range(counts[row], size))
 
 

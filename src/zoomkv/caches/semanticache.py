@@ -82,20 +82,26 @@ class SemantiLayer(EvictingLayer):
         size = torch.ones(slot.shape, device=device)
         if self.log_size is not None:
             size = F.pad(self.log_size, (0, length - self.log_size.shape[2])).exp().round()
-        sizes = size.new_zeros(*slot.shape[:2], width + 1).scatter_add_(-1, slot, size)
-        sizes = sizes[..., :width].clamp(min=1)
+        sizes = _joined(size[..., None], slot, width).clamp(min=1)
         rows = self.working_set.rows  # type: ignore[union-attr]
         assert rows is not None
         for stored, x in ((rows.keys, keys), (rows.values, values)):
-            total = size.new_zeros(*slot.shape[:2], width + 1, x.shape[3])
-            weighted = x.float() * size[..., None]
-            total.scatter_add_(2, slot[..., None].expand_as(weighted), weighted)
-            stored[:, :, :width] = (total[:, :, :width] / sizes[..., None]).to(x.dtype)
+            stored[:, :, :width] = _joined(x * size[..., None], slot, width).div_(sizes)
         positions = self.slots.positions[..., :length].to(device).expand_as(slot)
         first = positions.new_zeros(*slot.shape[:2], width + 1)
         first.scatter_(-1, slot.masked_fill(~stays, width), positions)
         self.slots.rewrite(first[..., :width].to(self.slots.positions), count)
-        self.log_size = sizes.log()
+        self.log_size = sizes[..., 0].log()
+
+
+def _joined(x: Tensor, slot: Tensor, width: int) -> Tensor:  # [B, h, T, D] -> [B, h, width, D]
+    """Sums of the rows that share a slot; those of slot ``width`` go."""
+    batch, heads, _, columns = x.shape
+    first = torch.arange(batch * heads, device=x.device) * (width + 1)
+    index = (slot + first.view(batch, heads, 1)).flatten()
+    total = x.new_zeros(batch * heads * (width + 1), columns)
+    total.index_add_(0, index, x.reshape(-1, columns))
+    return total.view(batch, heads, width + 1, columns)[:, :, :width]
 
 
 class SemantiCache(EvictingCache):
@@ -129,7 +135,7 @@ class SemantiCache(EvictingCache):
         n_sink: int = 4,
         recent: int = 32,
         refill: float = 0.875,
-        reach: int = 64,
+        reach: int = 32,
     ) -> None:
         if not isinstance(refill, float) or not 0 < refill < 1:
             raise ValueError(f"refill={refill!r}: give the share that stays, between 0 and 1")

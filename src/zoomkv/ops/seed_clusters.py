@@ -4,12 +4,17 @@ Within a chunk the first key that is in no cluster yet is a seed; it takes all l
 cosine with it exceeds a threshold and that are in no cluster either; and so on.
 """
 
+from collections.abc import Iterator
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _WORD = 64  # bits
-_HALVINGS = 8  # of the interval [-1, 1] in which a threshold is looked for
+_BELOW = -1.01  # all cosines
+_HALVINGS = 2  # of the interval in which a threshold is looked for
+_SPREAD = 3  # so many times the rows that are to go are near enough at its lower end
 
 
 def seed_clusters(
@@ -22,7 +27,8 @@ def seed_clusters(
 ) -> tuple[Tensor, Tensor]:  # [B, h, R], [B]
     """Says which rows to merge so that ``target`` rows remain in every head.
 
-    The threshold is looked for by halving, for each batch row and head by itself. Where it leaves
+    The threshold is looked for by halving, for each batch row and head by itself, between the one
+    that as many rows pass as are to go, and the one that three times as many do. Where it leaves
     too few rows, those that fit their seeds worst stay for themselves, so that the number is met.
 
     Args:
@@ -47,17 +53,22 @@ def seed_clusters(
     same = _behind(chunk, reach) == chunk[..., None]
     same &= _behind(free, reach) & free[..., None]
     cosine = cosine.masked_fill_(~same, -torch.inf)
-    nothing = cosine.new_full(keys.shape[:2], -1.01)
-    over = (count - target).clamp(min=0)
-    over = over.minimum(_taken(cosine > nothing[..., None, None]).sum(-1).amin(1))[:, None]
-
-    low, high = nothing, torch.ones_like(nothing)
+    # No more rows are taken than have an earlier one that is nearer than the threshold.
+    wanted = (count - target).clamp(min=0)[:, None]
+    nearest = cosine.amax(-1).sort(-1, descending=True).values.clamp(min=_BELOW)
+    low, high = (nearest.gather(-1, rank) for rank in _ranks(wanted, nearest))
+    taken = _taken(cosine > low[..., None])
+    if bool((taken.sum(-1) < wanted).any()):
+        low = low.where(taken.sum(-1, keepdim=True) >= wanted[..., None], _BELOW)
+        taken = _taken(cosine > low[..., None])
+    over = wanted.minimum(taken.sum(-1).amin(1, keepdim=True))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        enough = _taken(cosine > middle[..., None, None]).sum(-1) >= over
-        low, high = low.where(~enough, middle), high.where(enough, middle)
-    near = cosine > low[..., None, None]
-    taken = _taken(near)
+        found = _taken(cosine > middle[..., None])
+        enough = found.sum(-1, keepdim=True) >= over[..., None]
+        low, high = middle.where(enough, low), high.where(enough, middle)
+        taken = found.where(enough, taken)
+    near = cosine > low[..., None]
 
     by = near & _behind(~taken, reach)
     first = by.view(torch.uint8).argmax(-1, keepdim=True)  # seeds take in order
@@ -68,6 +79,13 @@ def seed_clusters(
     )
     seed = rows - (reach - first[..., 0])
     return torch.where(taken & ~worst, seed, rows), count - over[:, 0]
+
+
+def _ranks(wanted: Tensor, nearest: Tensor) -> Iterator[Tensor]:  # [B, 1], [B, h, R]
+    """Places ``[B, h, 1]`` of the lowest and the highest threshold among descending cosines."""
+    for times in (_SPREAD, 1):
+        rank = (times * wanted - 1).clamp(min=0, max=nearest.shape[-1] - 1)
+        yield rank[..., None].expand(*nearest.shape[:2], 1)
 
 
 def _taken(near: Tensor) -> Tensor:  # bool [B, h, R, W] -> bool [B, h, R]
@@ -97,16 +115,26 @@ def _packed(x: Tensor) -> Tensor:  # bool [..., W] -> int64 [..., words]
 
 def _window(x: Tensor, words: int) -> Tensor:  # bool [B, h, R] -> int64 [B, h, R, words]
     """The rows before each, packed as by ``_packed``: the one just before it is the highest bit."""
-    bits, width = _shifted(x.long(), 1), 1
-    while width < _WORD:
-        bits = _shifted(bits, width) | bits << width
-        width *= 2
-    return torch.stack([_shifted(bits, n * _WORD) for n in reversed(range(words))], -1)
+    rows, (right, left, kept) = x.shape[-1], _shifts(x.device)
+    whole = F.pad(x, (words * _WORD, -rows % _WORD)).unflatten(-1, (-1, _WORD))
+    block = _packed(whole)  # the last bit of a word is its last row: [B, h, blocks, 1]
+    # A row has some rows of its own block before it, and the others of the block before that.
+    own, before = (block << left) & ~kept, (block >> right) & kept
+    count = -(-rows // _WORD)
+    windows = [
+        own[:, :, words - n : words - n + count] | before[:, :, words - n - 1 :][:, :, :count]
+        for n in reversed(range(words))
+    ]
+    return torch.stack([window.flatten(2)[..., :rows] for window in windows], -1)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:  # [B, h, R]
-    """What stands so many rows before each, zeros before the first."""
-    return F.pad(x, (by, 0))[..., : x.shape[-1]] if by else x
+@cache
+def _shifts(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:  # 3 x int64 [64]
+    """How far words go to the right and to the left for each row of a block, and which bits a word
+    that has gone to the right keeps."""
+    right = torch.arange(_WORD, device=device)
+    kept = ((1 << (_WORD - right.clamp(min=1))) - 1).where(right > 0, -1)
+    return right, -right % _WORD, kept
 
 
 def _behind(x: Tensor, reach: int) -> Tensor:  # [B, h, R] -> view [B, h, R, W]
