@@ -161,7 +161,13 @@ class Checked(SentenceKVCache):
 
 
 def run(
-    cache: Checked, seed: int, pads: list[int], turns: list[tuple[int, int]], ties: str
+    cache: Checked,
+    seed: int,
+    pads: list[int],
+    turns: list[tuple[int, int]],
+    ties: str = "",
+    ending: float = 0.02,
+    beams: bool = True,
 ) -> None:
     """Prompts and answers with random ends of sentences, rows that end early, and beams."""
     generator = torch.Generator().manual_seed(seed)
@@ -190,10 +196,9 @@ def run(
         feed(ids[:, :cut], torch.cat([old, real[:, :cut]], 1))
         feed(ids[:, cut:], torch.cat([old, real], 1))
         for number in range(answer):
-            feed(draw(batch, 1, 0.02), None)
-            if number % 9 == 5:
-                beams = torch.randint(batch, (batch,), generator=generator)
-                cache.reorder_cache(beams)
+            feed(draw(batch, 1, ending), None)
+            if beams and number % 9 == 5:
+                cache.reorder_cache(torch.randint(batch, (batch,), generator=generator))
 
 
 @settings(max_examples=25, deadline=None)
@@ -236,10 +241,18 @@ def test_selections_read_what_masks_say(
 def test_rows_come_back_in_a_second_turn_after_two_thinned_prompts(interval: int) -> None:
     options = {"start": 3, "recent": 4, "window": 4, "kernel": 3, "semantic_factor": 1.3}
     cache = Checked(budget=30, interval=interval, **options)
-    run(cache, 0, [0, 5, 9], [(70, 30), (60, 30)], "")
+    run(cache, 0, [0, 5, 9], [(70, 30), (60, 30)])
     assert cache.fetched
     assert bool((cache._thinned.count > 31).all())  # more than the first prompt alone loses
     assert cache.selections > 2 + 40 // interval
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_ended_keep_what_they_read(seed: int) -> None:
+    """They are left alone while others choose, and go on from there in the next turn."""
+    cache = Checked(budget=30, start=0, recent=3, window=4, kernel=3, interval=8)
+    run(cache, seed, [0, 1, 2, 3], [(60, 40), (20, 40)], ending=0.04, beams=False)
+    assert cache.fetched and len(set(cache.lengths.tolist())) > 1
 
 
 class Widest(TorchDispatchMode):
