@@ -323,7 +323,7 @@ EVERYTHING = {"exact", "whole", "coarse", "opened", "apart"}
         ({"coarse_weights": "mean", "residency": "streamed"}, EVERYTHING),
         ({"coarse_share": 0.2}, EVERYTHING | {"merged"}),
     ],
-    ids=str,
+    ids=["as it is", "pre", "exact", "fixed", "mean, streamed", "merged"],
 )
 def test_attention_is_as_written_out(
     model: Any, tools: Any, options: dict[str, Any], kinds: set[str]

@@ -170,9 +170,7 @@ class H2OCache(DecodingCache):
         scaling: float,
     ) -> Tensor:  # [B, H, 1, D]
         """See ``PolicyCache``."""
-        output, weights = attention_weights(
-            query, key, value, step.placements[layer].mask, scaling
-        )
+        output, weights = attention_weights(query, key, value, step.placements[layer].mask, scaling)
         received = weights.sum(2)
         if step.real is not None:
             received.masked_fill_(~step.real[:, :, None].to(received.device), 0.0)
