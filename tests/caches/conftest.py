@@ -93,7 +93,7 @@ TABLE = [
     Policy("beacon_kv", {**_OUTPUT, **_BEACONS, "sampling": "naive"}, _LOOSE, "naive"),
     Policy("initial_recent", {**_OUTPUT, "initial": 4, "recent_queries": 3}, _LOOSE),
     Policy("initial_recent", {**_EVERYTHING, "initial": 3, "recent_queries": 2}, _LOOSE, "all"),
-    Policy("sentence_kv", {**_SENTENCES, "semantic_factor": 1}, _LOOSE),
+    Policy("sentence_kv", {**_SENTENCES, "semantic_factor": 1, "interval": 1}, _LOOSE),
     Policy("sentence_kv", {**_SENTENCES, "interval": 5}, _LOOSE, "interval"),
     Policy("semanticache", {**_MERGES, "reach": 8}, _LOOSE, merges=True),
     Policy("semanticache", {**_MERGES, "budget": 14}, _LOOSE, "tight", merges=True),

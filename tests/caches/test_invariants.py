@@ -319,6 +319,7 @@ def test_batch_operations_equal_running_the_rows_that_they_give(bench: Any, tool
     mask = torch.ones_like(prompt)
     mask[1, :3] = 0
     more = tools.scripted_ids(6, 30, seed=9)
+    far = 3e-4 if bench.policy.merges else 1e-4  # means of means round again and again
 
     def after(operation: Any, rows: list[int]) -> None:
         cache = bench.cache()
@@ -337,7 +338,7 @@ def test_batch_operations_equal_running_the_rows_that_they_give(bench: Any, tool
             for token in feed.split(1, dim=1):
                 one = bench.model(token, cache=cache).logits
                 two = bench.model(token, cache=again).logits
-                torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(one, two, atol=far, rtol=far)
 
     after(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0])
     after(lambda cache: cache.batch_select_indices(torch.tensor([1])), [1])

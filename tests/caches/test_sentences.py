@@ -133,7 +133,7 @@ def test_a_sentence_without_end_leaves_the_budget_alone(model: Any, tools: Any) 
     """No stop anywhere: the prompt is one sentence, the answer an unfinished one."""
     ids = tools.prompt_ids(1, 80)
     ids[ids % 20 == tools.DOT] += 1
-    options = {"budget": 20, "start": 2, "recent": 4, "window": 4}
+    options = {"budget": 20, "start": 2, "recent": 4, "window": 4, "interval": 1}
     cache = make_cache("sentence_kv", model, **options)
     _, reads = tools.run(model, cache, ids[:, :30], ids[:, 30:])
     for step, read in enumerate(reads):
@@ -176,7 +176,7 @@ def test_rows_come_back_as_the_host_has_them(model: Any, tools: Any, precision: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 64}, "budget=64: this policy needs at least 65 rows"),
+        ({"budget": 64}, "budget=64: this policy needs at least 72 rows"),
         ({"budget": 1.5}, "budget=1.5: a share"),
         ({"start": -1}, "start=-1"),
         ({"recent": 0}, "recent=0"),

@@ -95,8 +95,8 @@ class Routing:
         mass = score.amax(-1) - within.amax(-1)
         within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
         share = within.amax(2)  # [B, Hkv, Q, T]
-        least, most = (max(min(int(n), share.shape[-1]), 0) for n in slots.aminmax())
-        best, token = share.topk(most, dim=-1, sorted=least < most)  # some take only the first
+        most = max(min(int(slots.max()), share.shape[-1]), 0)
+        best, token = share.topk(most, dim=-1)
         chosen = (best > _NEVER / 2) & (
             torch.arange(most, device=best.device) < slots[:, None, None, None]
         )
