@@ -100,6 +100,8 @@ def test_everything_is_there(opened: Any, out: Path) -> None:
     assert opened.title() == "ZoomKV report: checkpoints/made-up"
     assert opened.inner_text("h1") == "19 cache policies on checkpoints/made-up"
     assert figures(opened) == [*FIGURES, "table"]
+    for fold in opened.query_selector_all("#about summary"):
+        fold.click()
     about = opened.inner_text("#about")
     for text in ("zoomkv report", "results.jsonl", '"precision": "fp32"', "zoomkv 0.1.0", "49152"):
         assert text in about

@@ -117,6 +117,10 @@ function heading() {
   for (const warning of DATA.warnings) notices.append(make("p", { class: "notice" }, bdi(warning)));
 }
 
+function folded(title, content) {
+  return make("details", {}, make("summary", {}, title), content);
+}
+
 function about() {
   const facts = [
     ["Model", bdi(DATA.model)],
@@ -125,12 +129,14 @@ function about() {
     ["Command", make("pre", { dir: "auto" }, DATA.command)],
     ...DATA.sources.flatMap((source) => [
       ["Results", bdi(`${source.file}: ${number(source.answers)} answers, zoomkv ${source.zoomkv}`)],
-      ["Settings", make("pre", { dir: "auto" }, JSON.stringify(source.settings, null, 1))],
+      ["Settings", folded("show", make("pre", { dir: "auto" }, JSON.stringify(source.settings, null, 1)))],
     ]),
   ];
-  if (DATA.checks.length)
-    facts.push(["Checks", make("ul", { class: "checks" }, ...DATA.checks.map((check) =>
-      make("li", {}, `${check.ok ? "✓ passed" : "✗ failed"}: `, bdi(`${check.policy}, ${check.what}`), check.detail ? ` (${check.detail})` : "")))]);
+  if (DATA.checks.length) {
+    const passed = DATA.checks.filter((check) => check.ok).length;
+    facts.push(["Checks", folded(`${passed} of ${DATA.checks.length} passed`, make("ul", { class: "checks" }, ...DATA.checks.map((check) =>
+      make("li", {}, `${check.ok ? "✓ passed" : "✗ failed"}: `, bdi(`${check.policy}, ${check.what}`), check.detail ? ` (${check.detail})` : ""))))]);
+  }
   const list = make("dl");
   for (const [name, content] of facts) list.append(make("dt", {}, name), make("dd", {}, content));
   document.getElementById("about").append(make("h2", {}, "How this was made"), list);
