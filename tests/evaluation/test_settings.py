@@ -67,12 +67,30 @@ def test_the_whole_suite_holds_every_policy(monkeypatch: pytest.MonkeyPatch) -> 
         ({"tasks": [{"task": "needle", "lengths": [0]}]}, "needle: lengths: 0 is no whole"),
         ({"tasks": [{"task": "needle", "policies": ["fll"]}]}, "no policy 'fll': did you mean"),
         ({"model": 3}, "model: 3 is no text"),
+        ({"budgets": [float("nan")]}, "budgets: nan: give a share in"),
+        ({"budgets": [float("inf")]}, "budgets: inf: give a share in"),
+        ({"budgets": [0.1, 0.10]}, "budgets: 0.1 is there twice"),
+        ({"seeds": [0, 0]}, "seeds: 0 is there twice"),
+        ({"lengths": [512, 1024, 512]}, "lengths: 512 is there twice"),
+        ({"protocols": ["inside", "inside"]}, "protocols: 'inside' is there twice"),
+        ({"policies": [{"policy": "h2o", "budgets": []}]}, "h2o: budgets: name at least one"),
+        ({"policies": [{"policy": "h2o", "match": [3]}]}, "h2o: match: 3 is no text"),
+        ({"policies": [{"policy": "h2o", "options": {1: 2}}]}, "h2o 1=2: options: 1 is no text"),
+        ({"tasks": [{"task": "needle", "lengths": []}]}, "needle: lengths: name at least one"),
+        ({"tasks": [{"task": "ledger", "lengths": [None, None]}]}, "lengths: None is there twice"),
+        ({"tasks": [{"task": "needle", "protocols": []}]}, "needle: protocols: name at least"),
+        ({"tasks": [{"task": "needle", "policies": [3]}]}, "needle: policies: 3 is no text"),
+        ({"tasks": [{"task": "needle", "options": {1: 2}}]}, "needle: options: 1 is no text"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(given: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named) as refused:
         Settings.of(given)
     assert "\n" not in str(refused.value)
+
+
+def test_a_row_and_the_whole_are_two_budgets() -> None:
+    assert Settings.of({"budgets": [1, 1.0]}).budgets == (1, 1.0)
 
 
 def test_files_that_are_no_settings_are_refused(tmp_path: Path) -> None:

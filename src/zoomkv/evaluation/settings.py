@@ -19,8 +19,9 @@ def _check_count(name: str, value: Any, least: int = 1) -> None:
 def _check_budgets(name: str, budgets: Sequence[Any]) -> None:
     for budget in budgets:
         number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if not number or budget <= 0 or (isinstance(budget, float) and budget > 1):
+        if not number or not (budget > 0 and (isinstance(budget, int) or budget <= 1)):  # NaN too
             raise ValueError(f"{name}: {budget!r}: give a share in (0, 1], or rows")
+    _check_once(name, budgets)
 
 
 def _check_protocols(name: str, protocols: Sequence[Any]) -> None:
@@ -28,6 +29,26 @@ def _check_protocols(name: str, protocols: Sequence[Any]) -> None:
         if protocol not in get_args(Protocol):
             known = ", ".join(get_args(Protocol))
             raise ValueError(f"{name}: {protocol!r}: choose from {known}")
+    _check_once(name, protocols)
+
+
+def _check_once(name: str, values: Sequence[Any]) -> None:
+    """The same answer twice would count twice. 1 row is not 1.0, the whole."""
+    told = [repr(value) for value in values]
+    twice = next((each for each in told if told.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{name}: {twice} is there twice: name each once")
+
+
+def _check_given(name: str, values: Sequence[Any] | None) -> None:
+    if values is not None and not values:
+        raise ValueError(f"{name}: name at least one, or leave it out")
+
+
+def _check_texts(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{name}: {_short(value)} is no text")
 
 
 def _check_distinct(name: str, labels: list[str], which: str) -> None:
@@ -57,7 +78,11 @@ class ArmSettings:
         if not self.label:
             told = [f"{name}={value}" for name, value in self.options.items()]
             object.__setattr__(self, "label", " ".join([self.policy, *told]))
-        _check_budgets(f"policies: {self.label}: budgets", self.budgets or ())
+        where = f"policies: {self.label}"
+        _check_given(f"{where}: budgets", self.budgets)
+        _check_budgets(f"{where}: budgets", self.budgets or ())
+        _check_texts(f"{where}: match", self.match)
+        _check_texts(f"{where}: options", list(self.options))
 
 
 @dataclass(frozen=True)
@@ -85,13 +110,19 @@ class TaskSettings:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", self.task)
+        where = f"tasks: {self.name}"
         for name in ("n", "batch_size", "max_new_tokens"):
             if getattr(self, name) is not None:
-                _check_count(f"tasks: {self.name}: {name}", getattr(self, name))
+                _check_count(f"{where}: {name}", getattr(self, name))
+        for name in ("lengths", "protocols"):
+            _check_given(f"{where}: {name}", getattr(self, name))
         for length in self.lengths or ():
             if length is not None:
-                _check_count(f"tasks: {self.name}: lengths", length)
-        _check_protocols(f"tasks: {self.name}: protocols", self.protocols or ())
+                _check_count(f"{where}: lengths", length)
+        _check_once(f"{where}: lengths", self.lengths or ())
+        _check_protocols(f"{where}: protocols", self.protocols or ())
+        _check_texts(f"{where}: policies", self.policies)
+        _check_texts(f"{where}: options", list(self.options))
 
 
 @dataclass(frozen=True)
@@ -127,6 +158,8 @@ class Settings:
             _check_count("lengths", length)
         for seed in self.seeds:
             _check_count("seeds", seed, least=0)
+        for name in ("lengths", "seeds"):
+            _check_once(name, getattr(self, name))
         _check_protocols("protocols", self.protocols)
         _check_budgets("budgets", self.budgets)
         _check_distinct("policies", [arm.label for arm in self.policies], "label")
@@ -202,7 +235,7 @@ class Settings:
         return _plain(asdict(self))
 
     def _check_named(self) -> None:
-        known = [word for arm in self.policies for word in (arm.label, arm.policy)]
+        known = list(dict.fromkeys(w for arm in self.policies for w in (arm.label, arm.policy)))
         for task in self.tasks:
             for wanted in task.policies:
                 if not self.named(wanted):
