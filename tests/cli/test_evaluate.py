@@ -99,6 +99,14 @@ def test_options_override_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("--precision", "bf16").precision == "bf16"
 
 
+def test_what_has_budgets_of_its_own_is_overridden_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("policies: [full, h2o, {policy: tova, budgets: [0.5, 9]}]")
+    found = settings("--config", str(path), "--budgets", "0.2")
+    assert found.budgets == (0.2,)
+    assert [arm.budgets for arm in found.policies] == [None, None, (0.2,)]
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from zoomkv.cli import main; import zoomkv.evaluation\n"

@@ -91,11 +91,13 @@ def _settings(arguments: Namespace) -> Settings:
         settings = settings.with_tasks(arguments.tasks)
     if arguments.lengths:
         settings = settings.with_lengths(arguments.lengths)
+    if arguments.budgets:
+        settings = settings.with_budgets(arguments.budgets)
     if arguments.n:  # also for tasks that have a number of their own
         settings = replace(settings, tasks=tuple(replace(task, n=None) for task in settings.tasks))
     if arguments.model:
         settings = settings.with_model(arguments.model)
-    given = {name: getattr(arguments, name) for name in ("budgets", "n", "seeds", "precision")}
+    given = {name: getattr(arguments, name) for name in ("n", "seeds", "precision")}
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -136,7 +138,8 @@ def _progress(shown: bool) -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    what = TextColumn("{task.description}", markup=False)  # a name may hold brackets
+    columns: list[Any] = [SpinnerColumn(), what, TimeElapsedColumn()]
     counts: dict[str, int] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("loading", total=None)

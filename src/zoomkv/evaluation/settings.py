@@ -222,6 +222,14 @@ class Settings:
         arms = tuple(replace(arm, model=None) for arm in self.policies)
         return replace(self, model=model, policies=arms)
 
+    def with_budgets(self, budgets: Sequence[int | float]) -> Settings:
+        """These budgets, also for what has some of its own."""
+        arms = tuple(
+            arm if arm.budgets is None else replace(arm, budgets=tuple(budgets))
+            for arm in self.policies
+        )
+        return replace(self, budgets=tuple(budgets), policies=arms)
+
     def with_lengths(self, lengths: Sequence[int]) -> Settings:
         """These lengths, for every task that has any."""
         tasks = tuple(
