@@ -94,3 +94,12 @@ class GreedyCache(StreamingLLMCache):
 
     def __init__(self, model: Any, budget: int | float = 0.1) -> None:
         super().__init__(model, budget=16)
+
+
+class NeedyCache(FullCache):
+    """Has an option without a default."""
+
+    name = "needy"
+
+    def __init__(self, model: Any, width: int) -> None:
+        super().__init__(model)

@@ -157,7 +157,7 @@ def test_what_is_there_is_not_answered_again(
 def test_parts_come_together_as_one_run(
     plain: bytes, base: str, fakes: Any, tmp_path: Path, world: int
 ) -> None:
-    out = tmp_path / "a.jsonl"
+    out = tmp_path / "a [1].jsonl"
     shares = [Share(rank, world) for rank in range(world)]
     for share in shares[1:]:
         evaluate(faked(base), out, share=share, loader=fakes)
@@ -172,7 +172,10 @@ def test_parts_come_together_as_one_run(
     evaluate(faked(base), out, share=shares[0], loader=fakes)
     assert out.read_bytes() == plain
     assert len(read_timings(out)) == len(read(out).answers)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.timing.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a [1].jsonl",
+        "a [1].timing.jsonl",
+    ]
     with pytest.raises(ValueError, match="go on without --devices"):
         evaluate(faked(base), out, share=shares[0], loader=fakes)
 
@@ -235,6 +238,37 @@ def test_a_failed_check_leaves_no_figures(
         assert [check["ok"] for check in read(out).checks] == [False]
         assert not read(out).answers
     evaluate(faked(base), out, loader=fakes)  # checked anew
+    assert out.read_bytes() == plain
+
+
+def test_settings_that_came_to_no_answer_bind_nobody(
+    base: str, fakes: Any, plain: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a.jsonl"
+    with pytest.raises(ValueError, match="budget=9.0"):
+        evaluate(
+            faked(base, policies=[{"policy": "h2o", "options": {"budget": 9.0}}]), out, loader=fakes
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "check_full", lambda *given: {**CHECK, "ok": False})
+        with pytest.raises(CheckFailed):
+            evaluate(faked(base, n=2), out, loader=fakes)
+    assert len(read(out).checks) == 1
+    evaluate(faked(base), out, loader=fakes)
+    assert out.read_bytes() == plain
+
+
+def test_two_runs_do_not_write_one_file(
+    base: str, fakes: Any, plain: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "a.jsonl"
+    out.write_bytes(plain[:-7])
+    with writing.LineFile(out):
+        there = out.read_bytes()
+        with pytest.raises(ValueError, match="a.jsonl: another run is writing it"):
+            evaluate(faked(base), out, loader=fakes)
+        assert out.read_bytes() == there
+    evaluate(faked(base), out, loader=fakes)
     assert out.read_bytes() == plain
 
 
@@ -470,6 +504,7 @@ def test_an_artifact_brings_its_options() -> None:
         ({"policies": [{"policy": "sumr", "budgets": [0.1]}]}, "sumr: this policy has no budget"),
         ({"policies": [{"policy": "full", "match": ["full_offloaded"]}]}, "neither budget nor"),
         ({"policies": ["h2o"], "budgets": []}, "budgets: name at least one, for h2o"),
+        ({"policies": ["tests.evaluation.fakes:NeedyCache"]}, "it needs the option 'width'"),
     ],
 )
 def test_bad_arms_are_refused(given: Any, named: str) -> None:

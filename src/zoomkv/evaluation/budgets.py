@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import Parameter
 from typing import Any
 
 from zoomkv.caches.registry import check_options, options_of
@@ -48,6 +49,7 @@ def arms_of(settings: Settings) -> list[Arm]:
     tuned: list[Arm] = []
     for given in settings.policies:
         arm = _arm(given, settings)
+        _check_needed(arm)
         (free if arm.budgets == (None,) else bounded).append(arm)
         tuned += [_tuned(policy, arm, settings) for policy in given.match]
     arms = free + bounded + tuned
@@ -136,6 +138,13 @@ def _arm(given: ArmSettings, settings: Settings) -> Arm:
         if not budgets:
             raise ValueError(f"budgets: name at least one, for {given.label}")
     return Arm(given.policy, given.label, options, model, tuple(budgets))
+
+
+def _check_needed(arm: Arm) -> None:
+    """Of a policy of one's own, options may have no default."""
+    for name, default in options_of(arm.policy).items():
+        if default is Parameter.empty and name not in arm.at(arm.budgets[0]):
+            raise ValueError(f"policies: {arm.label}: it needs the option {name!r}: give it one")
 
 
 def _tuned(policy: str, reference: Arm, settings: Settings) -> Arm:

@@ -125,12 +125,15 @@ def evaluate(
 
 
 def _begin(file: LineFile, header: Line) -> None:
-    """Writes the header, or compares it with the one that is there."""
-    if not file.lines:
-        file.append([header])
-        file.lines = [header]
-        return
-    compare_headers(header_of(file.lines, file.path), header, file.path)
+    """Writes the header, or compares it with the one that stands before answers."""
+    if file.lines:
+        there = header_of(file.lines, file.path)
+        if any(line["kind"] != "check" for line in file.lines[1:]):
+            compare_headers(there, header, file.path)
+            return
+        file.keep(0)  # settings that were refused, or failed a check, bind nobody
+    file.append([header])
+    file.lines = [header]
 
 
 def compare_headers(there: Line, now: Line, path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def refuse_other_parts(out: Path, share: Share) -> None:
     Raises:
         ValueError: Says with how many processes it was begun.
     """
-    pattern = f"{out.stem}.part-*-of-*.jsonl"
+    pattern = f"{escape(out.stem)}.part-*-of-*.jsonl"
     others = {
         path.stem.rpartition("-")[2]
         for path in out.parent.glob(pattern)

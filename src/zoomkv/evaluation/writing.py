@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from errno import ENOSPC
@@ -21,7 +22,7 @@ class LineFile:
         path: Made, with its folder, if it is not there.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: It holds something else, or another run is writing it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,6 +30,7 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
+            self._lock()
             self._file.seek(0)
             data = self._file.read()
             self.lines, self._size = whole_lines(data, path)
@@ -65,6 +67,17 @@ class LineFile:
         self.lines = self.lines[:count]
         self._size = sum(len(dump(line)) for line in self.lines)
         os.ftruncate(self._file.fileno(), self._size)
+
+    def _lock(self) -> None:
+        """Until it is closed: two runs would cut off each other's lines."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{self.path}: another run is writing it: wait for it, or name another --out"
+            ) from None
+        except OSError:
+            pass  # a disk that has no locks
 
     def close(self) -> None:
         """Closes the file."""

@@ -44,6 +44,8 @@ def test_fidelity_measures():
         ("needle", {"kinds": []}, "give a list of at least one"),
         ("needle", {"depths": [20, 101]}, r"needle depths=\(101.0,\): give 1 from 0 to 100"),
         ("needle", {"haystack": "/nowhere"}, "there is no such file"),
+        ("needle", {"depths": 5}, "^task 'needle': depths=5: one is of the wrong kind"),
+        ("ledger", {"steps": 5}, "^task 'ledger': steps=5: one is of the wrong kind"),
         ("ledger", {"asked": 4}, "^task 'ledger': ledger asked=4"),
         ("variable_tracking", {"hops": 0}, "^task 'variable_tracking': variable tracking chains"),
         ("common_words", {"repeats": (3, 3)}, "must come more often"),

@@ -51,7 +51,7 @@ def task(name: str, **options: Any) -> Task | Measure:
         A ``Task``, whose answers are generated and marked, or a ``Measure``, which generates none.
 
     Raises:
-        ValueError: Unknown task, unknown option, or a value out of range.
+        ValueError: Unknown task, unknown option, or a value out of range or of the wrong kind.
     """
     known = options_of(name)
     for option in options:
@@ -61,6 +61,9 @@ def task(name: str, **options: Any) -> Task | Measure:
         return _class(name)(**options)
     except ValueError as error:
         raise ValueError(f"task '{name}': {error}") from error
+    except TypeError as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(f"task '{name}': {given}: one is of the wrong kind ({error})") from error
 
 
 def _class(name: str) -> Any:
