@@ -123,6 +123,8 @@ def test_the_table_says_what_the_file_says(opened: Any, out: Path) -> None:
         "tokens_per_second": lambda row: (
             f"{float(row['tokens_per_second']):.1f} "
             f"({float(row['tokens_per_second_low']):.1f}–{float(row['tokens_per_second_high']):.1f})"
+            if row["tokens_per_second"]
+            else "—"
         ),
         "right": lambda row: (
             f"{100 * float(row['right']):.1f} % "

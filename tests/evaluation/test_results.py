@@ -111,6 +111,15 @@ def test_a_table_has_a_line_for_each_row() -> None:
     assert "| 20.0 % |" in lines[2] and "h2o 2" in lines[3]
 
 
+def test_what_compares_distributions_is_not_judged_whatever_its_name() -> None:
+    line = answer("a", task="near|far", right=False, about={"kl": 0.1, "curve": {"kl": [0.1]}})
+    (row,) = found = rows([line], [timing(line, 1.0, 1)])
+    assert not row.judged and row.tokens_per_second is None
+    cells = table(found).splitlines()[2].split(" | ")
+    assert cells[0] == "| near\\|far" and cells[8:12] == ["", "", "", ""]
+    assert "| x\\|y |" in table(rows([answer("b", label="x|y")]))
+
+
 def test_files_are_read_up_to_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     whole = b"".join(map(dump, [HEADER, {"kind": "check"}, answer("é")]))

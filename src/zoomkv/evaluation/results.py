@@ -73,7 +73,10 @@ class Row:
     bytes_to_host: float
     """Mean."""
     tokens_per_second: float | None
-    """Of the answers that were timed."""
+    """Of the answers that were timed; None where distributions are compared, which takes the full
+    cache's time too."""
+    judged: bool
+    """Whether answers are right or wrong; where distributions are compared, nothing is."""
 
     @property
     def not_extracted(self) -> int:
@@ -208,8 +211,9 @@ def empty_warning(rows: Sequence[Row]) -> str | None:
 
 def _row(group: list[Line], seconds: Mapping[tuple[str, ...], float]) -> Row:
     n, one = len(group), group[0]
+    judged = not any(answer["about"].get("curve") for answer in group)
     right = sum(answer["right"] for answer in group)
-    timed = [answer for answer in group if key_of(answer) in seconds]
+    timed = [answer for answer in group if judged and key_of(answer) in seconds]
     taken = math.fsum(seconds[key_of(answer)] for answer in timed)
 
     def mean(name: str) -> float:
@@ -234,17 +238,18 @@ def _row(group: list[Line], seconds: Mapping[tuple[str, ...], float]) -> Row:
         bytes_to_device=mean("bytes_to_device"),
         bytes_to_host=mean("bytes_to_host"),
         tokens_per_second=sum(answer["tokens"] for answer in timed) / taken if taken else None,
+        judged=judged,
     )
 
 
 def _cells(row: Row) -> list[str]:
     low, high = row.interval
-    judged = row.task != "fidelity"  # which compares distributions: nothing is right or wrong
+    judged = row.judged
     return [
-        row.task,
+        row.task.replace("|", "\\|"),
         "" if row.length is None else str(row.length),
         row.protocol or "",
-        row.label,
+        row.label.replace("|", "\\|"),
         _budget(row.budget),
         str(row.n),
         ", ".join(map(str, row.seeds)),

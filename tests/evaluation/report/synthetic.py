@@ -29,7 +29,16 @@ HEADER: dict[str, Any] = {
     "zoomkv": "0.1.0",
     "model": "checkpoints/made-up",
     "fingerprint": {"checkpoints/made-up": {"layers": 30, "vocabulary": 49152}},
-    "settings": {"tasks": ["needle", "ledger", "fidelity"], "seeds": [0], "precision": "fp32"},
+    "settings": {
+        "model": "checkpoints/made-up",
+        "precision": "fp32",
+        "policies": [{"policy": "h2o", "options": {}, "label": "h2o", "model": None}],
+        "tasks": [
+            {"task": task, "options": {}, "name": task, "max_new_tokens": None}
+            for task in ("needle", "ledger", "fidelity")
+        ],
+        "seeds": [0],
+    },
 }
 
 

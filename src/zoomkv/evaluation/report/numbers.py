@@ -35,8 +35,8 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
         the row's place as ``row``. And ``model``, ``sources``, ``checks``, ``warnings``.
 
     Raises:
-        ValueError: Results of different models, the same answer twice with different content, or
-            no answer at all.
+        ValueError: Results of different models or precisions, different tasks or policies under
+            one name, the same answer twice with different content, or no answer at all.
     """
     fingerprints = _check_model(sources)
     warnings = [line for source in sources for line in source.warnings]
@@ -86,6 +86,7 @@ def budget_text(budget: float | int | None) -> str:
 def _check_model(sources: Sequence[Source]) -> Numbers:
     """The fingerprints of all models by name; policies may have their own beside the run's."""
     first = sources[0]
+    _check_settings(sources)
     seen: dict[str, tuple[Source, Answer]] = {}
     for other in sources:
         _check_same("model", first, first.results.header, other, other.results.header)
@@ -94,6 +95,24 @@ def _check_model(sources: Sequence[Source]) -> Numbers:
             where, known = seen.setdefault(name, (other, prints))
             _check_same(name, where, known, other, prints)
     return {name: known[name] for name, (_, known) in seen.items()}
+
+
+def _check_settings(sources: Sequence[Source]) -> None:
+    """Refuses what would be pooled under one name though it was not asked, or run, alike."""
+    seen: dict[str, tuple[Source, Answer]] = {}
+    for source in sources:
+        settings = source.results.header.get("settings", {})
+        told = {"precision": settings.get("precision")}
+        for task in settings.get("tasks", ()):
+            names = ("task", "options", "max_new_tokens")
+            told[f"task {task['name']!r}"] = {name: task[name] for name in names}
+        for arm in settings.get("policies", ()):
+            model = arm["model"] or settings["model"]
+            one = {"policy": arm["policy"], "options": arm["options"], "model": model}
+            told[f"policy {arm['label']!r}"] = one
+        for what in told:
+            where, known = seen.setdefault(what, (source, told))
+            _check_same(what, where, known, source, told)
 
 
 def _check_same(what: str, first: Source, one: Answer, second: Source, other: Answer) -> None:
@@ -148,9 +167,11 @@ def _order(answers: Iterable[Answer]) -> Callable[[Sequence[Answer]], tuple[Any,
 
 
 def _row(group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer]) -> Numbers:
-    timed = [(answer, timings[key]) for answer in group if (key := key_of(answer)) in timings]
-    (row,) = rows(group, [timing for _, timing in timed])
     judged = not _curves(group)
+    timed = [
+        (answer, timings[key]) for answer in group if judged and (key := key_of(answer)) in timings
+    ]
+    (row,) = rows(group, [timing for _, timing in timed])
     low, high = row.interval if judged else (None, None)
     _, score_low, score_high = mean_interval([answer["score"] for answer in group])
     speed: Sequence[float | None] = (None, None, None)

@@ -42,7 +42,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """All numbers of all rows, unrounded and unscaled: shares from 0 to 1, bytes.
+    """All numbers of all rows, unscaled, with seven digits: shares from 0 to 1, bytes.
 
     A budget with a point is a share of the full cache, one without is rows.
     """
