@@ -70,6 +70,9 @@ def test_writes_a_page_beside_the_trace_or_where_it_is_told(
 ) -> None:
     beside = trace.with_suffix(".html")
     assert run(capsys, str(trace)) == (0, f"{beside}\n", "")
+    nowhere = tmp_path / "none" / "page.html"
+    code, said, told = run(capsys, str(trace), "--out", str(nowhere))
+    assert (code, said) == (2, "") and "none is not there; make it" in told
     other = tmp_path / "page.html"
     assert run(capsys, str(trace), "--out", str(other)) == (0, f"{other}\n", "")
     assert beside.read_bytes() == other.read_bytes()
@@ -137,7 +140,12 @@ BAD = [
     (changed(spans=[{"paragraph": [0, 1]}]), "not a whole trace"),
     (changed(choices=[{"step": 1, "zoomed": [0], "summarised": []}]), "a choice names no span"),
     (changed(choices=[{"zoomed": [], "summarised": []}]), "not a whole trace"),
+    (changed(spans=[{"paragraph": [], "summary": []}]), "a span has no two ends"),
     (changed(fetches=[[0, 0]]), "fetches are not of every step"),
+    (
+        lambda told: json.dumps({**told, "fetches": [5] * len(told["device_bytes"])}),
+        "a fetch has no pair",
+    ),
     (changed(states={}), "its states can't be decoded"),
     (changed(states={"counts": "", "gaps": "", "values": ""}), "its states can't be decoded"),
 ]

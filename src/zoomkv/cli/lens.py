@@ -18,6 +18,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(
             f"{source}: the page would take the place of the trace; choose another --out"
         )
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: the folder {out.parent} is not there; make it")
     from zoomkv.evaluation.lens.page import USUAL_BYTES, page_of
     from zoomkv.evaluation.lens.trace_file import read_trace, write_whole
 

@@ -184,13 +184,15 @@ def _check(trace: Trace) -> None:
         _must(_all(int, series) and len(series) == trace.steps, f"{name} is not of every step")
     _must(isinstance(trace.options, dict), "options are no table")
     for pair in (span[part] for span in trace.spans for part in ("paragraph", "summary")):
-        _must(_all(int, pair) and 0 <= pair[0] <= pair[1] <= len(tokens), "a span is out of range")
+        _must(_all(int, pair) and len(pair) == 2, "a span has no two ends")
+        _must(0 <= pair[0] <= pair[1] <= len(tokens), "a span is out of range")
     for choice in trace.choices:
         _must(_count(choice["step"]), "a choice has no step")
         for span in (*choice["zoomed"], *choice["summarised"]):
             _must(_count(span) and span < len(trace.spans), "a choice names no span")
         _must(_all(int, choice.get("votes") or []), "votes are no counts")
     _must(not trace.fetches or len(trace.fetches) == trace.steps, "fetches are not of every step")
+    _must(all(_all(int, pair) and len(pair) == 2 for pair in trace.fetches), "a fetch has no pair")
     trace.decoded()
 
 
