@@ -105,7 +105,7 @@ def _check_settings(sources: Sequence[Source]) -> None:
         told = {"precision": settings.get("precision")}
         for task in settings.get("tasks", ()):
             names = ("task", "options", "max_new_tokens")
-            told[f"task {task['name']!r}"] = {name: task[name] for name in names}
+            told[f"task {task['name']!r}"] = {name: task.get(name) for name in names}
         for arm in settings.get("policies", ()):
             model = arm["model"] or settings["model"]
             one = {"policy": arm["policy"], "options": arm["options"], "model": model}
