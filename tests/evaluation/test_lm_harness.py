@@ -445,6 +445,8 @@ def test_what_makes_no_sense_is_refused(folder, summarising):
         ({"precison": "bf16"}, "did you mean 'precision'"),
         ({"dtype": "bfloat16"}, "write precision=bf16"),
         ({"batch_size": "auto"}, "--batch_size auto: give a whole number"),
+        ({"keep_summaries": "no"}, "--model_args keep_summaries=no: write true or false"),
+        ({"textual_summaries": 0}, "--model_args textual_summaries=0: write true or false"),
         ({"batch_size": 0}, "--batch_size 0: give a whole number"),
         ({"max_batch_size": 8}, "--max_batch_size goes with"),
     ],

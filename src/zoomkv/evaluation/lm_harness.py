@@ -103,6 +103,12 @@ class ZoomKVLM(HFLM):
         self.policy = policy or (artifact.method if artifact else "full")
         _check_names(self.policy, options)
         _check_batches(batch_size, max_batch_size)
+        for name, value in (
+            ("textual_summaries", textual_summaries),
+            ("keep_summaries", keep_summaries),
+        ):
+            if not isinstance(value, bool):  # any text, such as "no", would count as true
+                raise ValueError(f"--model_args {name}={value}: write true or false")
         self.options = options
         if artifact and self.policy == artifact.method:
             self.options = {**artifact.options, **options}
