@@ -510,3 +510,12 @@ def test_an_artifact_brings_its_options() -> None:
 def test_bad_arms_are_refused(given: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         arms_of(Settings.of(given))
+
+
+def test_a_length_that_a_task_cannot_have_is_told_first(
+    base: str, loaded: Any, tmp_path: Path
+) -> None:
+    settings = real(base, tasks=["needle", "variable_tracking"], lengths=[360])
+    with pytest.raises(ValueError, match="variable tracking length=360: the shortest prompt"):
+        evaluate(settings, tmp_path / "a.jsonl", loader=lambda name: loaded)
+    assert [line["kind"] for line in map(json.loads, (tmp_path / "a.jsonl").open())] == ["header"]

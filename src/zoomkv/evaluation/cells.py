@@ -120,16 +120,22 @@ class Cell:
     @cached_property
     def questions(self) -> list[Question]:
         """Of the task."""
-        full = self._full
-
-        def count(text: str) -> int:
-            told = full.render(text)
-            return len(self.tokenizer(told, add_special_tokens=not full.chat)["input_ids"])
-
-        questions = self.task.questions(self.n, self.length, self.seed, count)
+        questions = self.task.questions(self.n, self.length, self.seed, self._count)
         if (longest := self.given.max_new_tokens) is None:
             return questions
         return [replace(question, max_new_tokens=longest) for question in questions]
+
+    def try_one(self) -> None:
+        """Makes one question, so that a length that the task can't have is told early.
+
+        Raises:
+            ValueError: See ``Task``.
+        """
+        self.task.questions(1, self.length, self.seed, self._count)
+
+    def _count(self, text: str) -> int:
+        told = self._full.render(text)
+        return len(self.tokenizer(told, add_special_tokens=not self._full.chat)["input_ids"])
 
     def reads_once(self, prompts: Sequence[Prompt]) -> bool:
         """Whether each prompt is read once for all policies, and answered alone."""

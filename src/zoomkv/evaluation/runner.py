@@ -191,6 +191,8 @@ class _Run:
                     for budget in arm.budgets:
                         self._probe(arm, budget, model, tokenizer)
             cells = sorted(self._cells(name), key=lambda cell: cell.length or 0)
+            for cell in cells:
+                cell.try_one()
             ids = torch.tensor([cells[0].first_ids()], device=model.device)
             yield check_full(model, tokenizer, ids)
             yield from check_arms(model, tokenizer, [a for a in arms if a.reference is None], ids)
