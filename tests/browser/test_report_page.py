@@ -310,7 +310,7 @@ def test_a_narrow_window_holds_it_all(opened: Any) -> None:
         assert width_of(opened) <= 400, view
     opened.reload()
     assert opened.locator("#controls").is_hidden()
-    opened.locator("summary").click()
+    opened.locator("aside summary").click()
     assert opened.locator("#controls").is_visible() and width_of(opened) <= 400
 
 

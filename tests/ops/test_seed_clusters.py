@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoomkv.ops.seed_clusters import _HALVINGS, _SPREAD, _banded, seed_clusters
+from zoomkv.ops.seed_clusters import _HALVINGS, _SPREAD, _TIE, _banded, seed_clusters
 
 
 def greedy(
@@ -41,7 +41,7 @@ def slow_clusters(
             if free[i] and free[j] and chunk[i] == chunk[j]:
                 nearest[j] = max(nearest[j], float(cosine[i, j]))
     nearest.sort(reverse=True)
-    low, high = (nearest[min(max(n * wanted, 1), len(free)) - 1] for n in (_SPREAD, 1))
+    low, high = (nearest[min(max(n * wanted, 1), len(free)) - 1] - _TIE for n in (_SPREAD, 1))
     if len(taken(greedy(cosine, free, chunk, low, reach))) < wanted:
         low = -1.01
     for _ in range(_HALVINGS):
@@ -51,7 +51,7 @@ def slow_clusters(
         else:
             high = middle
     into = greedy(cosine, free, chunk, low, reach)
-    gone = sorted(taken(into), key=lambda row: (float(cosine[row, into[row]]), row))
+    gone = sorted(taken(into), key=lambda row: (round(float(cosine[row, into[row]]) / _TIE), row))
     for row in gone[: len(gone) - over]:
         into[row] = row
     return into

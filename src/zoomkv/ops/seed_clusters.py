@@ -13,6 +13,7 @@ from torch import Tensor
 
 _WORD = 64  # bits
 _BELOW = -1.01  # all cosines
+_TIE = 1e-4  # equal pairs of tokens, equally far apart, have cosines that only rounding tells apart
 _HALVINGS = 2  # of the interval in which a threshold is looked for
 _SPREAD = 3  # so many times the rows that are to go are near enough at its lower end
 
@@ -56,7 +57,7 @@ def seed_clusters(
     # No more rows are taken than have an earlier one that is nearer than the threshold.
     wanted = (count - target).clamp(min=0)[:, None]
     nearest = cosine.amax(-1).sort(-1, descending=True).values.clamp(min=_BELOW)
-    low, high = (nearest.gather(-1, rank) for rank in _ranks(wanted, nearest))
+    low, high = (nearest.gather(-1, rank) - _TIE for rank in _ranks(wanted, nearest))
     taken = _taken(cosine > low[..., None])
     if bool((taken.sum(-1) < wanted).any()):
         low = low.where(taken.sum(-1, keepdim=True) >= wanted[..., None], _BELOW)
@@ -72,7 +73,7 @@ def seed_clusters(
 
     by = near & _behind(~taken, reach)
     first = by.view(torch.uint8).argmax(-1, keepdim=True)  # seeds take in order
-    fit = cosine.gather(-1, first)[..., 0].masked_fill(~taken, torch.inf)
+    fit = (cosine.gather(-1, first)[..., 0] / _TIE).round().masked_fill(~taken, torch.inf)
     spare = (taken.sum(-1) - over)[..., None]
     worst = torch.zeros_like(taken).scatter_(
         -1, fit.argsort(dim=-1, stable=True), (rows < spare).expand_as(taken)
