@@ -408,13 +408,13 @@ def machine() -> str:
     return f"{device}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file as a whole or not at all."""
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 1) -> None:
+    """Writes a file as a whole or not at all; without ``indent`` in one line, as records are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content, file, indent=indent)
             file.write("\n")
         os.replace(name, path)
     except BaseException:

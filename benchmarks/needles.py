@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, found: dict[str, Any], path: Path) -> Non
             made = needles(arguments.n, NeedleShape(length), hay, count, arguments.seed)
             for number, needle in enumerate(made):
                 if answer(found, cells, needle, number, length):
-                    write_json(path, found)
+                    write_json(path, found, indent=None)
                 progress.advance(bar)
 
 

@@ -93,7 +93,7 @@ class Session:
 
     def save(self) -> None:
         """Writes the record as a whole."""
-        write_json(self.path, self.record)
+        write_json(self.path, self.record, indent=None)
 
 
 def _arguments() -> argparse.Namespace:
