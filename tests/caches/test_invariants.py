@@ -191,7 +191,7 @@ def test_rows_out_of_step_are_as_alone(bench: Any, tools: Any) -> None:
         later = tools.scripted_ids(1, 40)[0]
         generated[1] = torch.cat([generated[1, :4], later, generated[1, :40]])
     else:  # equal tokens would score alike, and rounding would choose between them
-        # With the usual ones sekv's anchors have differed in the last step of whole-suite runs, never
+        # With the usual ones sekv's anchors differed in the last step of whole-suite runs, never
         # alone; why is not known yet.
         seed = 3 if bench.policy.label == "anchors" else 2
         prompt, generated = tools.distinct_ids(2, 100, seed).split((16, 84), dim=1)
