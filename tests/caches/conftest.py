@@ -170,7 +170,7 @@ class Bench:
         """Random projections: fitted ones would turn with the last bit of a few keys."""
         shape = ModelShape.of(self.model)
         sketch = Sketch(shape.layers, shape.heads, shape.kv_heads, shape.head_dim, 8)
-        torch.nn.init.normal_(sketch.key)
+        torch.nn.init.normal_(sketch.key, generator=torch.Generator().manual_seed(0))
         group = shape.heads // shape.kv_heads
         sketch.query.data = sketch.key.data.repeat_interleave(group, 1)
         return sketch
@@ -180,8 +180,9 @@ class Bench:
         """Random projections and thresholds, so that some spans open for some heads."""
         shape = ModelShape.of(self.model)
         sizes = shape.layers, shape.heads, shape.kv_heads, shape.head_dim
-        router = Router(*sizes, width=4, rank=8, threshold=0.8)
-        torch.nn.init.normal_(router.threshold_logit, 1.5)
+        draws = torch.Generator().manual_seed(0)
+        router = Router(*sizes, width=4, rank=8, threshold=0.8, generator=draws)
+        torch.nn.init.normal_(router.threshold_logit, 1.5, generator=draws)
         return router
 
     def generate(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
