@@ -14,7 +14,7 @@ from zoomkv.evaluation.settings import Settings, first_difference
 CONFIGS = Path(__file__).parents[2] / "configs" / "eval"
 OURS = (
     *("needle", "offline", "offline_smoke"),
-    *("findings_prompts", "findings_reasoning", "findings_sweep"),
+    *("findings_fidelity", "findings_prompts", "findings_reasoning", "findings_sweep"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -85,6 +86,61 @@ def test_held_out_text_goes_on_where_its_prompt_ends(generator: Generator, story
         assert text.count(generator.tokenizer.decode(prompt + answer)) == 1
 
 
+@pytest.mark.parametrize("spare", [0, 40])
+def test_a_prompt_may_take_nearly_all_of_a_text(
+    generator: Generator, tmp_path: Path, spare: int
+) -> None:
+    """Words of several tokens: the text holds more tokens than a count of its words promises."""
+    path, count = tmp_path / "short.txt", counting(generator)
+    path.write_text(" ".join(f"word{n}" for n in range(90)), encoding="utf-8")
+    text, tokens = path.read_text(encoding="utf-8"), 6
+    most = count(" ".join(text.split()[:-tokens]))
+    made = task("fidelity", texts=str(path), tokens=tokens)
+    asked = made.questions(6, most - 1 - spare, 0, count)
+    assert len(text.split()) < most - 1 - spare
+    starts = {one.about["word"] for one in asked}
+    assert (starts == {0}) == (spare == 0)
+    for one in asked:
+        assert most - 12 - spare <= count(one.prompt) <= most - 1 - spare
+        ready = made.prepared(one, generator)
+        assert len(ready.reference["answer"]) == tokens
+        both = ready.reference["prompt"] + ready.reference["answer"]
+        assert generator.tokenizer.decode(both) in text
+    with pytest.raises(ValueError, match="the text has only 90 words"):
+        made.questions(1, most, 0, count)
+
+
+def test_the_full_cache_reads_a_text_once_for_all_policies(
+    generator: Generator, story: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoomkv.evaluation.tasks import fidelity
+
+    read: list[Any] = []
+
+    def reading(model: Any, prompts: Any, answers: Any) -> Any:
+        read.append((model, prompts))
+        return full_log_probs(model, prompts, answers)
+
+    monkeypatch.setattr(fidelity, "full_log_probs", reading)
+    made = task("fidelity", texts=story, tokens=8)
+    other = copy.deepcopy(generator.model)
+    other.model.norm.weight.data.mul_(3)  # another model: what it says is sharper
+    model, expected = generator.model, []
+    one, two = (made.prepared(q, generator) for q in made.questions(2, 90, 0, counting(generator)))
+    for question, reader in [(one, model), (one, model), (one, other), (two, other), (one, model)]:
+        policy = Generator(reader, generator.tokenizer, "streaming_llm", budget=8)
+        mark = made.measure(question, reader, policy.new_cache())
+        fresh = task("fidelity", texts=story, tokens=8)
+        assert mark == fresh.measure(question, reader, policy.new_cache())
+        expected.append((reader, [question.reference["prompt"]]))
+    ours = [read[at] for at in (0, 3, 5, 7)]  # the others are of the fresh tasks
+    assert len(read) == 4 + 5
+    for (reader, prompts), (wanted, texts) in zip(
+        ours, [expected[at] for at in (0, 2, 3, 4)], strict=True
+    ):
+        assert reader is wanted and prompts == texts
+
+
 @pytest.mark.parametrize("texts", ["ledger", "story"])
 def test_a_cache_that_drops_nothing_agrees(generator: Generator, story: str, texts: str) -> None:
     made = task("fidelity", texts=story if texts == "story" else texts, tokens=10)
@@ -138,8 +194,8 @@ def test_one_that_drops_rows_is_measured_along_the_answer(generator: Generator) 
 
 def test_bad_input(generator: Generator, story: str) -> None:
     count = counting(generator)
-    with pytest.raises(ValueError, match="length=900, tokens=9: the text has only 600 words"):
-        task("fidelity", texts=story, tokens=9).questions(1, 900, 0, count)
+    with pytest.raises(ValueError, match="length=9000, tokens=9: the text has only 600 words"):
+        task("fidelity", texts=story, tokens=9).questions(1, 9000, 0, count)
     with pytest.raises(ValueError, match="needs a length for held-out text"):
         task("fidelity", texts=story).questions(1, None, 0, count)
     made = task("fidelity")

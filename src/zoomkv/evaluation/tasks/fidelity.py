@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from zoomkv.caches.base import PolicyCache
 from zoomkv.data.fitted import largest
@@ -39,6 +42,9 @@ class FidelityTask:
         if texts in ("fidelity", "noise", "needles"):
             raise ValueError(f"texts={texts!r}: choose another task, or a text")
         self.tokens, self.width = tokens, width
+        self._said: tuple[
+            Any, ...
+        ] = ()  # by the full cache along the latest text, and what that is
         self._prompts: Task | None = None
         self._words: list[str] = []
         if texts in names():
@@ -103,7 +109,7 @@ class FidelityTask:
         ``about`` holds ``kl`` (mean, in nats), ``top1`` and ``curve`` (see ``Fidelity.curve``).
         """
         prompts, answers = [question.reference["prompt"]], [question.reference["answer"]]
-        reference = full_log_probs(model, prompts, answers)
+        reference = self._full(model, prompts, answers)
         # One text alone has no padding.
         found = fidelity(model, cache, prompts, answers, reference, 0, watch)
         means = found.summary()
@@ -118,14 +124,18 @@ class FidelityTask:
             },
         )
 
+    def _full(self, model: Any, prompts: list[Any], answers: list[Any]) -> list[Tensor]:
+        """``full_log_probs``, once for all policies that read one text in turn."""
+        about = (weakref.ref(model), prompts, answers)
+        if self._said[:3] != about:
+            self._said = (*about, full_log_probs(model, prompts, answers))
+        return self._said[3]
+
     def _window(self, number: int, length: int, count: Callable[[str], int]) -> Question:
         # A word has a token at least, so prompt and answer have no more words than tokens.
         room = len(self._words) - length - self.tokens
         if room < 0:
-            raise ValueError(
-                f"fidelity length={length}, tokens={self.tokens}: the text has only "
-                f"{len(self._words)} words"
-            )
+            room = self._latest(length, count)
         start = random.Random(f"fidelity {number}").randint(0, room)
 
         def prompt(words: int) -> str:
@@ -140,6 +150,23 @@ class FidelityTask:
             max_new_tokens=self.tokens,
             length=length,
             about={"word": start},
+        )
+
+    def _latest(self, length: int, count: Callable[[str], int]) -> int:
+        """The last word at which a prompt of a length may begin, if it takes most of the text."""
+        end = len(self._words) - self.tokens  # where the answer begins, at the latest
+        if end > 0:
+
+            def before(words: int) -> int:
+                return count(" ".join(self._words[end - words : end]))
+
+            # One word more than fits, so that a prompt never reaches into the answer.
+            room = end - largest(before, length, 1, end, "fidelity") - 1
+            if room >= 0:
+                return room
+        raise ValueError(
+            f"fidelity length={length}, tokens={self.tokens}: the text has only "
+            f"{len(self._words)} words"
         )
 
     def _cut(self, question: Question, tokenizer: Any) -> tuple[list[int], list[int]]:
