@@ -262,7 +262,7 @@ def test_a_shape_that_cannot_be_is_refused(settings, named):
 
 
 def test_a_length_that_cannot_be_met_is_refused():
-    with pytest.raises(ValueError, match="length=20: task, needles and question alone take"):
+    with pytest.raises(ValueError, match="length=20: the shortest prompt takes"):
         needle(0, NeedleShape(20))
     with pytest.raises(ValueError, match="length=301: with this tokenizer no text comes out"):
         needle(0, NeedleShape(301), NOISE, lambda text: 2 * estimate_tokens(text))

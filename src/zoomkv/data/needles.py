@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice, product
 from typing import Any, Literal, get_args
 
+from zoomkv.data.fitted import largest
 from zoomkv.data.ledger import NAMES
 from zoomkv.data.long_text import (
     CountTokens,
@@ -34,6 +36,9 @@ Form = Literal["words", "numbers", "uuids"]
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+")
 _FEWEST_TOKENS = 10  # of a needle's sentence, however it is counted: it has as many words
 _CUTS_TRIED = 24
+_AROUND = 200  # characters before a cut that are counted with it
+_FAR = 8  # a change of more than such a part of the sentences is counted with all of them
+_ROUNDING = 2  # tokens by which parts of a text may count otherwise than the whole
 
 # fmt: off
 ADJECTIVES = (
@@ -298,40 +303,70 @@ class _Layout:
 
     def fitted(self, length: int) -> str:
         """The context that makes the prompt ``length`` tokens long."""
-        high = 1
-        while self._tokens(self._first(high)) <= length:
-            high *= 2
-        whole = bisect_right(range(high), length, key=lambda n: self._tokens(self._first(n))) - 1
-        if whole < 0:
-            raise ValueError(
-                f"needle length={length}: task, needles and question alone take "
-                f"{self._tokens([])} tokens"
-            )
-        if self._tokens(self._first(whole)) == length:
+        tokens = self._number_tokens(length)
+        whole = largest(tokens, length, 0, sys.maxsize, "needle")
+        if tokens(whole) == length:
             return self._context(self._first(whole))
         # Where one more piece can't make up the difference, a longer last one may.
         for kept in range(whole, max(whole - 3, -1), -1):
-            for last in self._cuts(kept, length):
-                if self._tokens([*self._first(kept), last]) == length:
-                    return self._context([*self._first(kept), last])
+            if last := self._cut(kept, length):
+                return self._context([*self._first(kept), last])
         raise ValueError(
             f"needle length={length}: with this tokenizer no text comes out at that length; "
             "choose one more or less"
         )
 
-    def _cuts(self, kept: int, length: int) -> Iterator[str]:
-        """Beginnings of what follows ``kept`` sentences, about as long as is needed."""
+    # Counting a long text anew for each size that is tried takes seconds. What stands far from the
+    # change counts alike, so sizes are told from a count that is known and one of the change alone;
+    # all of the text is counted where that could decide whether the length is met.
+
+    def _number_tokens(self, length: int) -> Callable[[int], int]:
+        """Tokens of the prompt with so many sentences."""
+        none = self._tokens([])
+        at, there = 0, none
+
+        @cache
+        def tokens(number: int) -> int:
+            nonlocal at, there
+            low, high = sorted((at, number))
+            if _FAR * (high - low) <= low:
+                change = self._tokens(self._first(high)[low:]) - none
+                told = there + (change if number == high else -change)
+                if abs(told - length) > _ROUNDING:
+                    return told
+            at, there = number, self._tokens(self._first(number))
+            return there
+
+        return tokens
+
+    def _cut(self, kept: int, length: int) -> str:
+        """The beginning of what follows ``kept`` sentences that meets the length, or nothing."""
         follows = self.filler or " ".join(self._first(kept + 4)[kept:])
-        sizes = range(1, len(follows) + 1)
-        near = bisect_right(
-            sizes,
-            length,
-            key=lambda size: self._tokens([*self._first(kept), follows[:size]]),
-        )
+        tokens = self._cut_tokens(kept, follows, length)
+        near = bisect_right(range(1, len(follows) + 1), length, key=tokens)
         for step in range(_CUTS_TRIED):
             for size in {near - step, near + step + 1}:
-                if 0 < size <= len(follows):
-                    yield follows[:size]
+                if 0 < size <= len(follows) and tokens(size) == length:
+                    return follows[:size]
+        return ""
+
+    def _cut_tokens(self, kept: int, follows: str, length: int) -> Callable[[int], int]:
+        """Tokens of the prompt that ends with so many characters of ``follows``."""
+        after = [fact for depth, fact in self.placed if int((kept + 1) * depth / 100) > kept]
+        tail = "".join(self.joint + fact for fact in after) + f"\n{self.question}"
+        text = f"{self._context([*self._first(kept), ''])}\n{self.question}"
+        head = text[: len(text) - len(tail)]
+        around = head[max(head.rfind(self.joint, 0, max(len(head) - _AROUND, 0)), 0) :]
+        cut = follows[:1] + tail
+        far = self.count_tokens(head + cut) - self.count_tokens(around + cut)
+
+        @cache
+        def tokens(size: int) -> int:
+            cut = follows[:size] + tail
+            told = far + self.count_tokens(around + cut)
+            return told if abs(told - length) > _ROUNDING else self.count_tokens(head + cut)
+
+        return tokens
 
     def _first(self, number: int) -> list[str]:
         return [self.sentences[n % len(self.sentences)] for n in range(number)]
