@@ -1,5 +1,6 @@
 """``zoomkv lm-eval``: their command with our class, its configs, whole runs on local files."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ CONFIGS = ROOT / "configs" / "eval"
 LOCAL = ROOT / "tests" / "evaluation" / "lm_tasks"
 THEIR_TASKS = Path(lm_eval.__file__).parent / "tasks"
 FAMILIES = [
-    "aime", "gpqa", "gsm8k", "hendrycks_math", "humaneval", "infinitebench", "longbench", "mbpp",
+    "aime", "gpqa", "gsm8k", "humaneval", "infinitebench", "longbench", "mbpp", "minerva_math",
     "ruler",
 ]  # fmt: skip
 
@@ -217,7 +218,7 @@ REASONING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_new_toke
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None}
 EXPECTED = {
     "gsm8k": ("gsm8k", {**GREEDY, "max_new_tokens": 512}),
-    "math500": ("hendrycks_math500", REASONING),
+    "math500": ("minerva_math500", REASONING),
     "aime24": ("aime24", REASONING),
     "aime25": ("aime25", REASONING),
     "gpqa_diamond": ("gpqa_diamond_cot_zeroshot", REASONING),
@@ -311,6 +312,44 @@ def test_the_papers_settings_are_in_the_configs(their_index, monkeypatch, quick)
     for name in ("math500", "aime24", "aime25", "gpqa_diamond"):
         assert configs[name]["apply_chat_template"] is True
         assert configs[name]["model_args"]["think_end_token"] == "</think>"
+
+
+BOXED = [
+    ("14", "Since $x = 2$ and $y = 7$, the answer is\n\\[\n\\boxed{14}\n\\]"),
+    ("14", "\\boxed{14}"),
+    ("\\frac{1}{2}", "As $1 + 1 = 2$, we get $\\boxed{\\dfrac12}$."),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "It is $\\boxed{(3, \\frac{\\pi}{2})}$."),
+    ("[2,5)", "**Answer:** \\(\\boxed{[2, 5)}\\)"),
+]
+
+
+def scored(family, answer, text):
+    """What lm-eval's own scoring says of a text."""
+    path = THEIR_TASKS / family / "utils.py"
+    spec = importlib.util.spec_from_file_location(f"their_{family}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    doc = {"solution": f"So it is $\\boxed{{{answer}}}$.", "answer": answer}
+    return module.process_results(doc, [text])
+
+
+boxed = pytest.mark.parametrize(("answer", "text"), BOXED, ids=range(len(BOXED)))
+
+
+@boxed
+def test_the_task_without_extras_misses_boxed_answers(answer, text):
+    """Why the config names another one."""
+    assert scored("hendrycks_math", answer, text) == {"exact_match": 0}
+
+
+@boxed
+def test_the_configs_task_finds_boxed_answers(answer, text):
+    pytest.importorskip("math_verify")
+    config = EvaluatorConfig.load_yaml_config(CONFIGS / "math500.yaml")
+    assert (config["tasks"], config["num_fewshot"]) == (["minerva_math500"], 0)
+    assert scored("minerva_math", answer, text)["math_verify"] == 1
+    wrong = text.replace("boxed{", "boxed{77 + ")
+    assert scored("minerva_math", answer, wrong)["math_verify"] == 0
 
 
 def test_words_on_the_command_line_win_over_a_config(monkeypatch, their_index, quick):
