@@ -1,10 +1,12 @@
 """A router of the paper's form: fitted, exported, loaded and decoded with."""
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning import Trainer
 
 from zoomkv.caches.registry import make_cache
@@ -14,7 +16,7 @@ from zoomkv.data.long_module import LongTextData
 from zoomkv.data.long_stream import Stage
 from zoomkv.export.artifact import read_artifact, read_router
 from zoomkv.generation import Generator, load
-from zoomkv.modules.router import Router
+from zoomkv.modules.router import Router, RouterShape
 from zoomkv.spans.splitter import Splitter
 from zoomkv.training.router_distill import (
     MemoryOptions,
@@ -113,3 +115,43 @@ def test_broken_manifests_are_refused(
     with pytest.raises(ValueError, match=message) as caught:
         read_router(tmp_path, read_artifact(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs" / "fit"
+SHIPPED = ROOT / "checkpoints" / "sekv-paper-smollm2-135m"
+
+
+def test_the_router_that_we_ship_is_whole() -> None:
+    artifact = read_artifact(SHIPPED)
+    assert (artifact.method, artifact.base) == ("sekv", "smollm2-135m")
+    router = read_router(SHIPPED, artifact)
+    assert isinstance(router, Router)
+    assert router.shape == RouterShape(30, 9, 3, 64, 32, 32, 0.05, normalise=True)
+    config = yaml.safe_load((CONFIGS / "sekv_paper_fine_smollm2.yaml").read_text(encoding="utf-8"))
+    options = config["model"]["init_args"]
+    told = router.trained_with
+    assert told["splitter"].items() >= options["splitter"].items()
+    assert told["memory"] == options["memory"]
+    assert artifact.training["steps"] == config["data"]["init_args"]["steps"]
+    fresh = Router(
+        30, 9, 3, 64, **options["router"], generator=torch.Generator().manual_seed(0)
+    ).state_dict()
+    for name, value in router.state_dict().items():
+        assert value.isfinite().all() and not torch.equal(value, fresh[name]), name
+    # Figures of the card are those that the log ends with.
+    with (SHIPPED / "training-log.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in [name for name in rows[0] if "/" in name]:
+        logged = [float(row[name]) for row in rows if row[name]]
+        assert artifact.figures[name] == logged[-1], name
+
+
+@pytest.mark.slow
+def test_what_we_ship_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "notes.txt"
+    document.write_text("A span opens if its gate is above the threshold. " * 60, encoding="utf-8")
+    words = ["--file", str(document), "--max-new-tokens", "8", "--stats"]
+    assert main(["generate", str(SHIPPED), "--policy", "sekv", "--budget", "0.2", *words]) == 0
+    told = capsys.readouterr()
+    assert told.out.strip() and "moved to device" in told.err
