@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from zoomkv.cli import main
 from zoomkv.cli.dispatch import COMMANDS
-from zoomkv.cli.evaluate import _parser, _settings
+from zoomkv.cli.evaluate import _parser, _settings, check_place
 from zoomkv.evaluation.results import read, rows, table
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,123 @@ def test_bad_usage_is_one_line(
     code, said, told = run(capsys, *words)
     assert (code, said) == (2, "") and named in told and told.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("folder.jsonl", "folder.jsonl can't be written to (Is a directory)"),
+        ("file/deep/a.jsonl", "file can't be written to (Not a directory)"),
+        ("timed.jsonl", "timed.timing.jsonl can't be written to (Is a directory)"),
+        ("/proc/none/a.jsonl", "/proc can't be written to ("),
+    ],
+)
+def test_a_place_that_is_none_is_told_before_anything_is_loaded(
+    place: str, named: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "timed.timing.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    code, said, told = run(capsys, "--model", "/no/such/model", "--out", place)
+    assert (code, said) == (2, "") and told.count("\n") == 1
+    assert told.startswith(f"zoomkv: --out {place}: ") and named in told
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_that_is_read_only_is_told_too(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "a.jsonl").chmod(0o400)
+    tmp_path.chmod(0o500)
+    for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"):
+        code, _, told = run(capsys, "--model", "/no/such/model", "--out", str(tmp_path / name))
+        assert code == 2 and "can't be written to (Permission denied)" in told
+
+
+def test_looking_at_a_place_leaves_nothing_there(tmp_path: Path) -> None:
+    check_place(tmp_path / "deep" / "a.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"whole\n")
+    check_place(tmp_path / "b.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"]
+    assert (tmp_path / "b.jsonl").read_bytes() == b"whole\n"
+
+
+def test_policies_may_be_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tova.yaml").write_text("budget: 12\nn_sink: 2\ncount_prefix: false\n")
+    Path("small.yml").write_text("policy: h2o\nrecent: 4\n")
+    Path("a.yaml").write_text(
+        "policies: [tova.yaml, small.yml, tests.evaluation.fakes:NeedyCache,"
+        " {policy: tova.yaml, label: x, options: {n_sink: 3, count_prefix: false}, budgets: [0.5]},"
+        " {policy: tova.yaml, label: y, options: {budget: 9}}]"
+    )
+    found = {arm.label: arm for arm in settings("--config", "a.yaml").policies}
+    assert {label: (arm.policy, arm.options, arm.budgets) for label, arm in found.items()} == {
+        "tova": ("tova", {"n_sink": 2}, (12,)),
+        "small": ("h2o", {"recent": 4}, None),
+        "tests.evaluation.fakes:NeedyCache": ("tests.evaluation.fakes:NeedyCache", {}, None),
+        "x": ("tova", {"n_sink": 3, "count_prefix": False}, (0.5,)),
+        "y": ("tova", {"n_sink": 2, "budget": 9}, None),
+    }
+    words = ["--policies", "full,small.yml,tova.yaml,zoomkv.caches.tova:TOVACache"]
+    chosen = settings(*words).policies
+    labels = ["full", "small", "tova", "zoomkv.caches.tova:TOVACache"]
+    assert [arm.label for arm in chosen] == labels
+    assert chosen[1:3] == (found["small"], found["tova"])
+    assert settings("--config", "a.yaml", "--policies", "small,x").policies == (
+        found["small"],
+        found["x"],
+    )
+    told = settings(*words, "--budgets", "0.25").policies
+    assert [arm.budgets for arm in told] == [None, None, (0.25,), None]
+
+
+def test_every_policy_file_makes_an_arm() -> None:
+    from zoomkv.evaluation.budgets import arms_of
+
+    files = sorted((ROOT / "configs" / "policy").glob("*.yaml"))
+    arms = arms_of(settings("--policies", ",".join(map(str, files))))
+    assert {arm.label for arm in arms} == {path.stem for path in files}
+    (beacon,) = (arm for arm in arms if arm.label == "beacon_kv")
+    assert beacon.budgets == (1024,) and beacon.options["refill"] == 0.875
+    assert all(arm.options.get("count_prefix", True) for arm in arms)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no such file"),
+        ("- budget\n", "write NAME: VALUE lines"),
+        ("budget: [\n", "can't be read (while parsing"),
+        ("policy: tvoa\n", "unknown policy 'tvoa': did you mean 'tova'?"),
+        ("budgt: 4\n", "policy 'tova' has no option 'budgt': did you mean 'budget'?"),
+        ("budget: 0\n", "policies: tova: budgets: 0: give a share"),
+    ],
+)
+def test_policy_files_that_are_none(
+    text: str | None, message: str, capsys: Any, tmp_path: Path
+) -> None:
+    file, config = tmp_path / "tova.yaml", tmp_path / "a.yaml"
+    if text is not None:
+        file.write_text(text)
+    config.write_text(f"policies: [{file}]")
+    out = ["--out", str(tmp_path / "a.jsonl")]
+    for words in (["--config", str(config)], ["--policies", str(file)]):
+        code, said, told = run(capsys, "--model", "/no/such/model", *words, *out)
+        assert (code, said) == (2, "") and message in told and told.count("\n") == 1
+
+
+def test_a_policy_file_runs(base: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "narrow.yaml").write_text("policy: streaming_llm\nn_sink: 2\nbudget: 0.25\n")
+    out = tmp_path / "a.jsonl"
+    words = ["--model", base, "--policies", str(tmp_path / "narrow.yaml"), "--lengths", "300"]
+    code, said, told = run(capsys, *words, "--n", "1", "--out", str(out))
+    assert code == 0, told
+    answers = read(out).answers
+    assert {(line["policy"], line["label"], line["budget"]) for line in answers} == {
+        ("streaming_llm", "narrow", 0.25)
+    }
+    assert all(line["options"]["n_sink"] == 2 for line in answers) and "| narrow |" in said
 
 
 def test_options_override_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,12 @@ def test_a_place_that_is_none_is_told_before_anything_is_loaded(
     assert "none is not there; make it" in capsys.readouterr().err
     assert main([*words, str(tmp_path)]) == 2
     assert "a folder; name a file in it" in capsys.readouterr().err
+    there = tmp_path / "there.json"
+    there.write_text("an answer", encoding="utf-8")
+    assert main([*words, str(there)]) == 2
+    told = capsys.readouterr().err
+    assert told == f"zoomkv: --trace {there}: is there already; remove it, or name another file\n"
+    assert there.read_text(encoding="utf-8") == "an answer"
 
 
 def test_writes_a_page_beside_the_trace_or_where_it_is_told(

@@ -47,6 +47,29 @@ def test_writes_the_files(results: Path, tmp_path: Path, capsys: Any) -> None:
     assert said == f"{out}: {listed} ({answers} answers in {len(table)} rows)\n"
 
 
+def test_a_pattern_may_name_the_timings_too(results: Path, tmp_path: Path, capsys: Any) -> None:
+    names = sorted(results.parent.glob("*.jsonl"))
+    assert [path.name for path in names] == ["made.jsonl", "made.timing.jsonl"]
+    assert run(capsys, results, "--out", tmp_path / "one")[0] == 0
+    code, _, err = run(capsys, *names, "--out", tmp_path / "two")
+    assert (code, err) == (0, "")
+    tables = [(tmp_path / name / "table.csv").read_bytes() for name in ("one", "two")]
+    assert tables[0] == tables[1]
+    code, _, err = run(capsys, names[1], "--out", tmp_path / "three")
+    assert code == 2 and "its first line is no header" in err  # timings alone are no results
+
+
+def test_a_line_that_lacks_a_field_is_named(results: Path, tmp_path: Path, capsys: Any) -> None:
+    foreign = tmp_path / "foreign.jsonl"
+    head = results.read_text(encoding="utf-8").splitlines()[0]
+    line = answer()
+    del line["full_bytes"]
+    foreign.write_text(f"{head}\n{json.dumps(line)}\n", encoding="utf-8")
+    code, said, err = run(capsys, foreign, "--out", tmp_path / "out")
+    assert (code, said) == (2, "")
+    assert err == f"zoomkv: {foreign}:2: this answer lacks the field full_bytes\n"
+
+
 def test_the_same_results_give_the_same_files(results: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     kept = []

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from zoomkv.evaluation.results import (
+    budget_text,
+    check_fields,
     dump,
     empty_warning,
     read,
@@ -122,7 +124,8 @@ def test_what_compares_distributions_is_not_judged_whatever_its_name() -> None:
 
 def test_files_are_read_up_to_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    whole = b"".join(map(dump, [HEADER, {"kind": "check"}, answer("é")]))
+    check = {"kind": "check", "policy": "h2o", "what": "tiny differs", "ok": True, "detail": ""}
+    whole = b"".join(map(dump, [HEADER, check, answer("é")]))
     path.write_bytes(whole)
     found = read(path)
     assert (found.header, len(found.checks), found.answers[0]["id"]) == (HEADER, 1, "é")
@@ -130,8 +133,9 @@ def test_files_are_read_up_to_a_torn_line(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="a.jsonl:4: the last line is torn"):
         assert read(path) == found
     assert read_timings(path) == []
-    timing_path(path).write_bytes(dump({"kind": "timing"}) + b"{")
-    assert read_timings(path) == [{"kind": "timing"}]
+    timed = timing(answer("é"), 1.0, 1)
+    timing_path(path).write_bytes(dump(timed) + b"{")
+    assert read_timings(path) == [timed]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,93 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes, named: str) -> Non
     path.write_bytes(data)
     with pytest.raises(ValueError, match=named):
         read(path)
+
+
+@pytest.mark.parametrize("name", [name for name in answer("a") if name != "kind"])
+def test_an_answer_that_lacks_a_field_is_named(tmp_path: Path, name: str) -> None:
+    path, line = tmp_path / "a.jsonl", answer("b")
+    del line[name]
+    path.write_bytes(b"".join(map(dump, [HEADER, answer("a"), line])))
+    with pytest.raises(ValueError, match=rf"a\.jsonl:3: this answer lacks the field {name}$"):
+        read(path)
+
+
+CURVE = {"position": [0], "kl": [0.1], "top1": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"kind": "check", "policy": "h2o", "ok": True}, "1: this check lacks the field what"),
+        (answer("a", about=None), "1: about of this answer is no object"),
+        (answer("a", about={"curve": CURVE}), "1: this answer lacks the field about.kl"),
+        (
+            answer("a", about={"kl": 0.1, "curve": {"kl": [0.1], "position": [0]}}),
+            "1: this answer lacks the field about.curve.top1",
+        ),
+        ({"kind": "header"}, "1: this header lacks the field model"),
+        (
+            {**HEADER, "settings": {"model": "m", "tasks": [{"task": "needle"}]}},
+            r"1: this header lacks the field settings.tasks\[0\].name",
+        ),
+        (
+            {**HEADER, "settings": {"model": "m", "policies": [{"policy": "h2o"}]}},
+            r"1: this header lacks the field settings.policies\[0\].options",
+        ),
+        ({"kind": "timing", "task": "needle"}, "1: this timing lacks the field label"),
+    ],
+)
+def test_other_lines_that_lack_a_field(line: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^a.jsonl:{named}$"):
+        check_fields([line], Path("a.jsonl"))
+
+
+def test_timings_that_lack_a_field_are_named(tmp_path: Path) -> None:
+    line = timing(answer("a"), 1.0, 1)
+    del line["batch"]
+    timing_path(tmp_path / "a.jsonl").write_bytes(dump(line))
+    with pytest.raises(ValueError, match=r"a\.timing\.jsonl:1: this timing lacks the field batch$"):
+        read_timings(tmp_path / "a.jsonl")
+
+
+def test_lines_of_other_kinds_are_left_alone() -> None:
+    check_fields([HEADER, {"kind": "unit"}, {"kind": ["odd"]}, answer("a")], Path("a.jsonl"))
+
+
+def test_an_arm_that_is_tuned_is_one_row_over_its_seeds() -> None:
+    label = "h2o at zoomr's bytes"
+    answers = [
+        answer(str(at), seed=seed, label=label, budget=budget, length=length, right=budget > 40)
+        for length, budgets in ((100, (40, 41, 45)), (200, (80, 80, 80)))
+        for seed, budget in enumerate(budgets)
+        for at in range(2)
+    ]
+    answers += [answer("a", budget=40), answer("a", budget=41)]
+    answers += [answer("a", label=f"sumr{label[3:]}", policy="sumr", budget=None)]
+    timings = [timing(line, 2.0, 1) for line in answers]
+    found = rows(answers, timings, {label, f"sumr{label[3:]}"})
+    assert [(row.label, row.length, row.budget, row.tuned, row.n) for row in found] == [
+        (label, 100, None, 42.0, 6),
+        ("h2o", 100, 40, None, 1),
+        ("h2o", 100, 41, None, 1),
+        ("sumr at zoomr's bytes", 100, None, None, 1),
+        (label, 200, None, 80.0, 6),
+    ]
+    assert found[0].seeds == (0, 1, 2) and found[0].right == 4
+    assert found[0].tokens_per_second == 2.0  # timings are found by the budget of each seed
+    lines = table(found).splitlines()
+    assert f"| {label} | 42 rows, tuned | 6 | 0, 1, 2 |" in lines[2]
+    assert len(rows(answers)) == 7  # known by their labels alone
+
+
+def test_budgets_as_read() -> None:
+    budgets = [None, 0.05, 0.125, 1.0, 1, 1024]
+    assert [budget_text(budget, None) for budget in budgets] == [
+        None, "5 %", "12.5 %", "100 %", "1 rows", "1,024 rows",
+    ]  # fmt: skip
+    assert [budget_text(None, tuned) for tuned in (63.5, 1024.0, 42 + 1 / 3)] == [
+        "63.5 rows, tuned", "1,024 rows, tuned", "42.3 rows, tuned",
+    ]  # fmt: skip
 
 
 def test_a_line_file_goes_on_behind_whole_lines(tmp_path: Path) -> None:

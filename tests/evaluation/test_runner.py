@@ -199,6 +199,20 @@ def test_other_settings_are_refused(
     assert out.read_bytes() == plain
 
 
+def test_an_answer_that_lacks_a_field_is_not_gone_on_with(
+    plain: bytes, base: str, fakes: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "a.jsonl"
+    lines = plain.splitlines(keepends=True)[:3]
+    line = json.loads(lines[2])
+    del line["budget"]
+    out.write_bytes(b"".join(lines[:2]) + json.dumps(line).encode() + b"\n")
+    there = out.read_bytes()
+    with pytest.raises(ValueError, match=r"a\.jsonl:3: this answer lacks the field budget$"):
+        evaluate(faked(base), out, loader=fakes)
+    assert out.read_bytes() == there
+
+
 def test_what_is_no_results_file_is_refused(base: str, fakes: Any, tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     for text, named in (('{"kind": "answer"}\n', "no header"), ("[1]\n", "a.jsonl:1: this is no")):

@@ -9,7 +9,7 @@ import pytest
 
 from zoomkv.cli.evaluate import read_settings
 from zoomkv.evaluation.budgets import arms_of
-from zoomkv.evaluation.settings import Settings, first_difference
+from zoomkv.evaluation.settings import Settings, first_difference, tuned_labels
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "eval"
 OURS = (
@@ -129,6 +129,26 @@ def test_policies_and_tasks_are_chosen_by_label_or_name() -> None:
         "needle",
     ]
     assert {arm.model for arm in settings.with_model("c").policies} == {None}
+
+
+def test_tuned_labels_are_those_of_the_arms() -> None:
+    settings = Settings.of(
+        {
+            "policies": [
+                {"policy": "h2o", "options": {"recent": 4}},
+                {"policy": "tova", "label": "x"},
+                {
+                    "policy": "streaming_llm",
+                    "label": "tova",
+                    "match": ["h2o", "tova", "x", "snapkv"],
+                },
+                {"policy": "sumr", "match": ["h2o"]},
+            ]
+        }
+    )
+    tuned = {arm.label for arm in arms_of(settings) if arm.reference is not None}
+    assert tuned_labels(settings.to_dict()) == tuned and len(tuned) == 5
+    assert tuned_labels({}) == frozenset()
 
 
 def test_the_first_difference_is_named() -> None:

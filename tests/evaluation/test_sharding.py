@@ -76,7 +76,11 @@ def test_parts_are_put_together_by_unit(tmp_path: Path) -> None:
     for rank, lines in enumerate(parts):
         path = part_path(out, Share(rank, 2))
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        timed = [{**line, "kind": "timing"} for line in lines if line["kind"] == "answer"]
+        timed = [
+            {**line, "kind": "timing", "seconds": 1.0, "batch": 1}
+            for line in lines
+            if line["kind"] == "answer"
+        ]
         text = "".join(json.dumps(line) + "\n" for line in timed)
         path.with_name(f"{path.stem}.timing.jsonl").write_text(text)
     merge(out, Share(0, 2))

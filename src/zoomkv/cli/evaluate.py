@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from zoomkv.cli.parser import Parser, literal, positive_int
-from zoomkv.evaluation.settings import Settings
+from zoomkv.cli.parser import Parser, literal, policy, positive_int
+from zoomkv.evaluation.results import timing_path
+from zoomkv.evaluation.settings import ArmSettings, Settings
 
 if TYPE_CHECKING:
     from zoomkv.evaluation.runner import Watch
@@ -29,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(arguments.out or _default_out(arguments))
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {out}: give a file that ends with .jsonl")
+    check_place(out)
 
     from zoomkv.evaluation.runner import CheckFailed, evaluate
 
@@ -61,7 +64,60 @@ def read_settings(path: str) -> Settings:
         raise ValueError(f"--config {path}: can't be read ({error})") from None
     if found is not None and not isinstance(found, dict):
         raise ValueError(f"--config {path}: write NAME: VALUE lines")
-    return Settings.of(found or {}, f"--config {path}")
+    found, where = found or {}, f"--config {path}"
+    if isinstance(given := found.get("policies"), list):
+        found["policies"] = [policy_settings(each, f"{where}: policies:") for each in given]
+    return Settings.of(found, where)
+
+
+def policy_settings(given: Any, where: str) -> Any:
+    """Settings of a policy in which a file, such as ``configs/policy/zoomr.yaml``, is filled in.
+
+    The arm is named after its file, whose budget counts as a budget of the arm's own. Its
+    ``count_prefix`` is left out: in an evaluation a budget bounds the prompt too. What stands
+    beside the file wins over it.
+
+    Args:
+        given: As YAML has it: a name or a file, or a dictionary whose ``policy`` is one.
+        where: Is named in errors.
+
+    Raises:
+        ValueError: The file can't be read, or is not what such files look like.
+    """
+    one = {"policy": given} if isinstance(given, str) else given
+    if not isinstance(one, dict) or not isinstance(one.get("policy"), str):
+        return given
+    own = one.get("options", {})
+    name, options = policy(one["policy"], where)
+    if name == one["policy"] or not isinstance(own, dict):
+        return given
+    options.pop("count_prefix", None)
+    budget = options.pop("budget", None)
+    filled = {"label": Path(one["policy"]).stem, **one, "policy": name, "options": options | own}
+    if budget is not None and "budget" not in own:
+        filled.setdefault("budgets", [budget])
+    return filled
+
+
+def check_place(out: Path) -> None:
+    """Raises, before models are loaded, where results can't be written.
+
+    Raises:
+        ValueError: A folder, one that can't be made or written to, or a file that can't be.
+    """
+    for path in (out, timing_path(out)):
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        try:
+            if there == path:
+                with open(path, "ab"):
+                    pass
+            else:
+                with TemporaryFile(dir=there):
+                    pass
+        except OSError as error:
+            raise ValueError(
+                f"--out {out}: {there} can't be written to ({error.strerror}): name another place"
+            ) from None
 
 
 def _parser() -> Parser:
@@ -69,7 +125,13 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="settings in YAML, such as configs/eval/needle.yaml")
     add("--model", metavar="M", help="the artifact or base model that all policies run on")
-    add("--policies", type=_words, metavar="A,B", help="of the settings, by label, or any others")
+    add(
+        "--policies",
+        type=_words,
+        metavar="A,B",
+        help="of the settings, by label, or any others: names, files such as "
+        "configs/policy/zoomr.yaml, module:Class",
+    )
     add("--budgets", type=_numbers, metavar="0.1,0.2", help="shares of full KV, or rows")
     add("--lengths", type=_counts, metavar="N,N", help="tokens of prompts, for tasks that have any")
     add("--tasks", type=_words, metavar="A,B", help="of the settings, by name, or any others")
@@ -86,7 +148,7 @@ def _parser() -> Parser:
 def _settings(arguments: Namespace) -> Settings:
     settings = read_settings(arguments.config) if arguments.config else Settings()
     if arguments.policies:
-        settings = settings.with_policies(arguments.policies)
+        settings = settings.with_policies([_policy(name) for name in arguments.policies])
     if arguments.tasks:
         settings = settings.with_tasks(arguments.tasks)
     if arguments.lengths:
@@ -99,6 +161,12 @@ def _settings(arguments: Namespace) -> Settings:
         settings = settings.with_model(arguments.model)
     given = {name: getattr(arguments, name) for name in ("n", "seeds", "precision")}
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+def _policy(name: str) -> str | ArmSettings:
+    """A label or a policy, or the arm of a file."""
+    filled = policy_settings(name, "--policies")
+    return name if filled == name else Settings.of({"policies": [filled]}).policies[0]
 
 
 def _default_out(arguments: Namespace) -> str:
@@ -115,8 +183,11 @@ def _share(arguments: Namespace) -> tuple[Share, str]:
 
 def _report(out: Path) -> None:
     from zoomkv.evaluation.results import empty_warning, read, read_timings, rows, table
+    from zoomkv.evaluation.settings import tuned_labels
 
-    found = rows(read(out).answers, read_timings(out))
+    results = read(out)
+    tuned = tuned_labels(results.header["settings"])
+    found = rows(results.answers, read_timings(out), tuned)
     if warning := empty_warning(found):
         print(f"zoomkv: warning: {warning}", file=sys.stderr)
     print(table(found))

@@ -47,11 +47,15 @@ def option(text: str) -> tuple[str, Any]:
     return name.replace("-", "_"), literal(value)
 
 
-def policy(text: str) -> tuple[str, dict[str, Any]]:
+def policy(text: str, where: str = "--policy") -> tuple[str, dict[str, Any]]:
     """A policy's name, and the options of the file if ``text`` is one: ``NAME.yaml``.
 
     A file holds one option a line, as ``configs/policy/`` does. It is named after its policy, or
     has a line ``policy: NAME``.
+
+    Args:
+        text: A policy's name, or the path of a file.
+        where: Is named in errors.
 
     Raises:
         ValueError: The file can't be read, or is not what such files look like.
@@ -62,11 +66,11 @@ def policy(text: str) -> tuple[str, dict[str, Any]]:
     from jsonargparse import get_loader
 
     if not path.is_file():
-        raise ValueError(f"--policy {text}: there is no such file")
+        raise ValueError(f"{where} {text}: there is no such file")
     try:
         found = get_loader("yaml")(path.read_text(encoding="utf-8"))
     except Exception as error:  # PyYAML's errors have no base but this one
-        raise ValueError(f"--policy {text}: can't be read ({error})") from None
+        raise ValueError(f"{where} {text}: can't be read ({error})") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"--policy {text}: write NAME: VALUE lines, or {{}} for no options")
+        raise ValueError(f"{where} {text}: write NAME: VALUE lines, or {{}} for no options")
     return str(found.pop("policy", path.stem)), found

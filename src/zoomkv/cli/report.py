@@ -27,8 +27,11 @@ def main(argv: Sequence[str]) -> None:
     from zoomkv.evaluation.report.page import page
     from zoomkv.evaluation.report.source import read_source
     from zoomkv.evaluation.report.table import csv_text, markdown
+    from zoomkv.evaluation.results import timing_path
 
-    sources = [read_source(Path(path)) for path in arguments.results]
+    paths = [Path(path) for path in arguments.results]
+    beside = set(map(timing_path, paths))  # a pattern such as runs/*.jsonl names them too
+    sources = [read_source(path) for path in paths if path not in beside]
     numbers = report_numbers(sources, shlex.join(["zoomkv", *argv]))
     for warning in numbers["warnings"]:
         print(warning, file=sys.stderr)

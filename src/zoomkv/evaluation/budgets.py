@@ -14,7 +14,7 @@ from inspect import Parameter
 from typing import Any
 
 from zoomkv.caches.registry import check_options, options_of
-from zoomkv.evaluation.settings import ArmSettings, Settings
+from zoomkv.evaluation.settings import ArmSettings, Settings, tuned_label
 from zoomkv.export.artifact import is_artifact, read_artifact
 
 
@@ -153,5 +153,5 @@ def _tuned(policy: str, reference: Arm, settings: Settings) -> Arm:
     options = {name: value for name, value in given.options.items() if name != option}
     arm = _arm(replace(given, options=options, budgets=None, model=reference.model), settings)
     arm.options.pop(option, None)  # an artifact's own
-    label = f"{given.label} at {reference.label}'s bytes"
+    label = tuned_label(given.label, reference.label)
     return replace(arm, label=label, budgets=(None,), reference=reference.label)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,18 @@ CONDITION = ("task", "label", "budget", "protocol", "length")
 ONE = (*CONDITION, "seed", "id")
 """What tells one answer of a file from all others."""
 _MIB = 1024 * 1024
+_FIELDS = {
+    "header": ("model",),
+    "check": ("policy", "what", "ok", "detail"),
+    "answer": (
+        *("task", "policy", "label", "options", "budget", "protocol", "length", "depth", "seed"),
+        *("id", "score", "right", "extracted", "truncated", "tokens", "prompt_tokens"),
+        *("device_bytes_mean", "device_bytes_peak", "host_bytes", "bytes_to_device"),
+        *("bytes_to_host", "full_bytes", "agreeability", "about", "text"),
+    ),
+    "timing": (*ONE, "seconds", "batch"),
+}
+"""What is read of each kind of line."""
 
 Line = Mapping[str, Any]
 
@@ -43,6 +55,9 @@ class Row:
     policy: str
     label: str
     budget: int | float | None
+    tuned: float | None
+    """Mean budget in rows of an arm that is tuned to another's bytes, for each seed anew; it has no
+    other budget."""
     protocol: str | None
     length: int | None
     seeds: tuple[int, ...]
@@ -117,7 +132,7 @@ def read(path: Path) -> Results:
     """A results file. A torn last line is left out with a warning.
 
     Raises:
-        ValueError: It is no results file, or of another format.
+        ValueError: It is no results file, of another format, or a line lacks a field.
     """
     try:
         data = path.read_bytes()
@@ -126,11 +141,47 @@ def read(path: Path) -> Results:
     lines, size = whole_lines(data, path)
     if size < len(data):
         warnings.warn(f"{path}:{len(lines) + 1}: the last line is torn: left out", stacklevel=2)
+    header = header_of(lines, path)
+    check_fields(lines, path)
     return Results(
-        header_of(lines, path),
+        header,
         [line for line in lines if line["kind"] == "check"],
         [line for line in lines if line["kind"] == "answer"],
     )
+
+
+def check_fields(lines: Iterable[Line], path: Path) -> None:
+    """Refuses lines that were written by hand, or by others, and lack what is read of them.
+
+    Raises:
+        ValueError: Names the line and the field.
+    """
+    for number, line in enumerate(lines, 1):
+        for name, part, fields in _parts(line):
+            if not isinstance(part, dict):
+                raise ValueError(f"{path}:{number}: {name} of this {line['kind']} is no object")
+            lacking = next((field for field in fields if field not in part), None)
+            if lacking is not None:
+                lacking = f"{name}.{lacking}" if name else lacking
+                raise ValueError(f"{path}:{number}: this {line['kind']} lacks the field {lacking}")
+
+
+def _parts(line: Line) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Each object of a line that is looked into: its name, itself, and the fields it must have."""
+    yield "", line, _FIELDS.get(str(line["kind"]), ())
+    if line["kind"] == "answer":
+        yield "options", line["options"], ()
+        yield "about", line["about"], ()
+        if curve := line["about"].get("curve"):
+            yield "about", line["about"], ("kl",)
+            yield "about.curve", curve, ("position", "kl", "top1")
+    if line["kind"] == "header":
+        settings = line.get("settings", {})
+        yield "settings", settings, ("model",) if settings else ()
+        for number, arm in enumerate(settings.get("policies", ())):
+            yield f"settings.policies[{number}]", arm, ("policy", "options", "label", "model")
+        for number, task in enumerate(settings.get("tasks", ())):
+            yield f"settings.tasks[{number}]", task, ("name",)
 
 
 def header_of(lines: Sequence[dict[str, Any]], path: Path) -> dict[str, Any]:
@@ -145,11 +196,17 @@ def header_of(lines: Sequence[dict[str, Any]], path: Path) -> dict[str, Any]:
 
 
 def read_timings(path: Path) -> list[dict[str, Any]]:
-    """The timings beside a results file, as far as there are any."""
+    """The timings beside a results file, as far as there are any.
+
+    Raises:
+        ValueError: A line lacks a field.
+    """
     beside = timing_path(path)
     if not beside.exists():
         return []
-    return whole_lines(beside.read_bytes(), beside)[0]
+    lines, _ = whole_lines(beside.read_bytes(), beside)
+    check_fields(lines, beside)
+    return lines
 
 
 def key_of(line: Line, names: Sequence[str] = ONE) -> tuple[str, ...]:
@@ -157,18 +214,31 @@ def key_of(line: Line, names: Sequence[str] = ONE) -> tuple[str, ...]:
     return tuple(repr(line[name]) for name in names)
 
 
-def rows(answers: Iterable[Line], timings: Iterable[Line] = ()) -> list[Row]:
+def condition_of(answer: Line, tuned: Container[str]) -> tuple[str, ...]:
+    """What the answers of one row have in common.
+
+    An arm that is tuned to another's bytes comes out at a slightly other budget for each seed, and
+    is one arm all the same.
+    """
+    free = answer["label"] in tuned
+    return key_of({**answer, "budget": None} if free else answer, CONDITION)
+
+
+def rows(
+    answers: Iterable[Line], timings: Iterable[Line] = (), tuned: Container[str] = ()
+) -> list[Row]:
     """The figures of a table, in the order in which task, length, protocol and arm first come.
 
     Args:
         answers: Of results files.
         timings: Of the files beside them; of two for one answer the last counts.
+        tuned: The labels of arms that are tuned to another's bytes.
     """
     seconds = {key_of(timing): timing["seconds"] / timing["batch"] for timing in timings}
     groups: dict[tuple[str, ...], list[Line]] = {}
     places: dict[tuple[str, str], int] = {}
     for answer in answers:
-        groups.setdefault(key_of(answer, CONDITION), []).append(answer)
+        groups.setdefault(condition_of(answer, tuned), []).append(answer)
         for name in CONDITION:
             places.setdefault((name, repr(answer[name])), len(places))
 
@@ -176,7 +246,10 @@ def rows(answers: Iterable[Line], timings: Iterable[Line] = ()) -> list[Row]:
         names = ("task", "length", "protocol", "label", "budget")
         return tuple(places[name, repr(group[0][name])] for name in names)
 
-    return [_row(group, seconds) for group in sorted(groups.values(), key=order)]
+    return [
+        _row(group, seconds, group[0]["label"] in tuned)
+        for group in sorted(groups.values(), key=order)
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -202,15 +275,16 @@ def empty_warning(rows: Sequence[Row]) -> str | None:
     if not silent:
         return None
     worst, total = silent[-1], sum(row.empty for row in silent)
-    where = ", ".join(filter(None, (worst.task, worst.label, _budget(worst.budget))))
+    where = ", ".join(filter(None, (worst.task, worst.label, _budget(worst))))
     return (
         f"{total} of {sum(row.n for row in rows)} answers are empty, most of them in {where}: "
         f"{worst.empty} of {worst.n}"
     )
 
 
-def _row(group: list[Line], seconds: Mapping[tuple[str, ...], float]) -> Row:
+def _row(group: list[Line], seconds: Mapping[tuple[str, ...], float], tuned: bool) -> Row:
     n, one = len(group), group[0]
+    budgets = [answer["budget"] for answer in group if answer["budget"] is not None]
     judged = not any(answer["about"].get("curve") for answer in group)
     right = sum(answer["right"] for answer in group)
     timed = [answer for answer in group if judged and key_of(answer) in seconds]
@@ -221,7 +295,9 @@ def _row(group: list[Line], seconds: Mapping[tuple[str, ...], float]) -> Row:
 
     full = mean("full_bytes")
     return Row(
-        **{name: one[name] for name in ("task", "policy", *CONDITION[1:])},
+        **{name: one[name] for name in ("task", "policy", "label", "protocol", "length")},
+        budget=None if tuned else one["budget"],
+        tuned=math.fsum(budgets) / len(budgets) if tuned and budgets else None,
         seeds=tuple(sorted({answer["seed"] for answer in group})),
         n=n,
         score=mean("score"),
@@ -250,7 +326,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.length is None else str(row.length),
         row.protocol or "",
         row.label.replace("|", "\\|"),
-        _budget(row.budget),
+        _budget(row),
         str(row.n),
         ", ".join(map(str, row.seeds)),
         f"{row.score:.3f}",
@@ -269,10 +345,22 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _budget(budget: int | float | None) -> str:
+def budget_text(budget: int | float | None, tuned: float | None) -> str | None:
+    """A budget as a reader sees it: a share of full KV in percent, or rows.
+
+    Args:
+        budget: Of a ``Row``.
+        tuned: Of a ``Row``.
+    """
+    if tuned is not None:
+        return f"{tuned:,.1f} rows".replace(".0 ", " ") + ", tuned"
     if budget is None:
-        return ""
-    return f"{100 * budget:.4g} %" if isinstance(budget, float) else f"{budget} rows"
+        return None
+    return f"{100 * budget:.4g} %" if isinstance(budget, float) else f"{budget:,} rows"
+
+
+def _budget(row: Row) -> str:
+    return budget_text(row.budget, row.tuned) or ""
 
 
 def _mib(count: float) -> str:

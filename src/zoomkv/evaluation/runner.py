@@ -18,7 +18,7 @@ from zoomkv.caches.registry import make_cache
 from zoomkv.evaluation.budgets import Arm, arms_of
 from zoomkv.evaluation.cells import Cell, Unit
 from zoomkv.evaluation.checks import check_arms, check_full
-from zoomkv.evaluation.results import FORMAT, header_of, timing_path
+from zoomkv.evaluation.results import FORMAT, check_fields, header_of, timing_path
 from zoomkv.evaluation.settings import Settings, TaskSettings, first_difference
 from zoomkv.evaluation.sharding import ALONE, Share, merge, part_path, refuse_other_parts
 from zoomkv.evaluation.tasks.registry import task as make_task
@@ -128,6 +128,7 @@ def _begin(file: LineFile, header: Line) -> None:
     """Writes the header, or compares it with the one that stands before answers."""
     if file.lines:
         there = header_of(file.lines, file.path)
+        check_fields(file.lines, file.path)
         if any(line["kind"] != "check" for line in file.lines[1:]):
             compare_headers(there, header, file.path)
             return

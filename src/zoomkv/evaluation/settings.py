@@ -193,14 +193,19 @@ class Settings:
         labelled = [arm for arm in self.policies if arm.label == name]
         return labelled or [arm for arm in self.policies if arm.policy == name]
 
-    def with_policies(self, names: Sequence[str]) -> Settings:
+    def with_policies(self, names: Sequence[str | ArmSettings]) -> Settings:
         """Only these policies: the arms of that label or policy, or the policy with its defaults.
+
+        What is an arm already stays as it is.
 
         Tasks that name policies keep those that are left; tasks with none left are dropped.
         """
         arms: list[ArmSettings] = []
         for name in names:
-            known = self.named(name) or [ArmSettings(name)]
+            if isinstance(name, ArmSettings):
+                known = [name]
+            else:
+                known = self.named(name) or [ArmSettings(name)]
             arms += [arm for arm in known if arm not in arms]
         tasks = []
         for task in self.tasks:
@@ -250,6 +255,23 @@ class Settings:
                     raise ValueError(
                         f"tasks: {task.name}: no policy {wanted!r}{hint(wanted, known)}"
                     )
+
+
+def tuned_label(label: str, reference: str) -> str:
+    """How tables name an arm that is tuned to another's bytes."""
+    return f"{label} at {reference}'s bytes"
+
+
+def tuned_labels(settings: Mapping[str, Any]) -> frozenset[str]:
+    """The labels of all arms that are tuned to another's bytes, from what ``to_dict`` gives."""
+    arms = settings.get("policies", ())
+    found = set()
+    for reference in arms:
+        for policy in reference.get("match", ()):
+            labelled = [arm["label"] for arm in arms if arm["label"] == policy]
+            named = labelled or [arm["label"] for arm in arms if arm["policy"] == policy]
+            found.add(tuned_label((named or [policy])[0], reference["label"]))
+    return frozenset(found)
 
 
 def first_difference(old: Any, new: Any, name: str = "") -> str | None:

@@ -16,7 +16,7 @@ from tests.evaluation.report.synthetic import (
     write_results,
 )
 
-from zoomkv.evaluation.report.numbers import budget_text, report_numbers
+from zoomkv.evaluation.report.numbers import report_numbers
 from zoomkv.evaluation.report.source import read_source
 from zoomkv.evaluation.statistics import wilson
 
@@ -84,11 +84,35 @@ def test_rows_stand_by_task_length_arm_and_budget(tmp_path: Path) -> None:
     assert [type(row["budget"]) for row in found[2:4]] == [float, int]
 
 
-def test_budgets_as_read() -> None:
-    budgets = [None, 0.05, 0.125, 1.0, 1, 1024]
-    assert [budget_text(budget) for budget in budgets] == [
-        "—", "5 %", "12.5 %", "100 %", "1 rows", "1,024 rows",
-    ]  # fmt: skip
+def test_tuned_arms_are_one_row_over_seeds_and_files(tmp_path: Path) -> None:
+    arms = [
+        {"policy": "zoomr", "label": "zoomr k=3", "options": {}, "match": ["h2o", "sumr"]},
+        {"policy": "h2o", "label": "h2o recent=4", "options": {"recent": 4}, "match": []},
+    ]
+    settings = {**HEADER["settings"], "policies": [{"model": None, **arm} for arm in arms]}
+    tuned, windowed = "h2o recent=4 at zoomr k=3's bytes", "sumr at zoomr k=3's bytes"
+    sources = []
+    for seed, budget in enumerate((60, 63)):
+        lines = [
+            answer(label=tuned, budget=budget, seed=seed, options={"recent": 4}),
+            answer(label="h2o recent=4", budget=budget, seed=seed),
+            answer(
+                label=windowed, policy="sumr", budget=None, seed=seed, options={"window": budget}
+            ),
+        ]
+        timings = [timing_of(line, 2.0) for line in lines]
+        path = tmp_path / f"{seed}.jsonl"
+        sources.append(read_source(write_results(path, lines, timings, settings=settings)))
+    found = report_numbers(sources, "cmd")["rows"]
+    told = [(row["label"], row["budget"], row["tuned"], row["n"], row["timed"]) for row in found]
+    assert told == [
+        (tuned, None, 61.5, 2, 2),
+        ("h2o recent=4", 60, None, 1, 1),
+        ("h2o recent=4", 63, None, 1, 1),
+        (windowed, None, None, 2, 2),
+    ]
+    assert found[0]["options"] == {"recent": 4} and found[0]["seeds"] == [0, 1]
+    assert found[3]["options"] == {"window": 61.5}
 
 
 def test_many_depths_become_tenths(tmp_path: Path) -> None:

@@ -47,6 +47,18 @@ def test_csv_holds_every_number_unrounded(tmp_path: Path) -> None:
     assert read["kl"] == "" and read["budget"] == "0.1"
 
 
+def test_a_tuned_arm_shows_its_mean_budget(tmp_path: Path) -> None:
+    label = "h2o at zoomr's bytes"
+    arm = {"policy": "zoomr", "label": "zoomr", "options": {}, "model": None, "match": ["h2o"]}
+    lines = [answer(label=label, budget=budget, seed=budget) for budget in (60, 63)]
+    settings = {"model": "m", "policies": [arm]}
+    path = write_results(tmp_path / "a.jsonl", lines, settings=settings)
+    found = report_numbers([read_source(path)], "cmd")["rows"]
+    assert f"| needle | {label} | 61.5 rows, tuned | inside |" in markdown(found)
+    (read,) = csv.DictReader(io.StringIO(csv_text(found), newline=""))
+    assert (read["budget"], read["tuned"]) == ("", "61.5")
+
+
 def test_a_budget_of_one_row_is_not_the_whole(tmp_path: Path) -> None:
     texts = [csv_text(rows(tmp_path, budget=budget)) for budget in (1, 1.0)]
     read = [next(csv.DictReader(io.StringIO(text)))["budget"] for text in texts]

@@ -114,12 +114,15 @@ def check_place(path: str | os.PathLike[str]) -> None:
     """Raises, before an answer is paid for, where a trace can't be written.
 
     Raises:
-        ValueError: The folder is not there, or the path is a folder itself.
+        ValueError: The folder is not there, the path is a folder itself, or something is there
+            already: a trace cost an answer.
     """
     if not Path(path).parent.is_dir():
         raise ValueError(f"--trace {path}: the folder {Path(path).parent} is not there; make it")
     if Path(path).is_dir():
         raise ValueError(f"--trace {path}: a folder; name a file in it")
+    if Path(path).exists():
+        raise ValueError(f"--trace {path}: is there already; remove it, or name another file")
 
 
 def write_whole(path: Path, text: str) -> None:

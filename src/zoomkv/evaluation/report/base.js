@@ -9,11 +9,14 @@ const ROWS = DATA.rows.task.map((_, at) => {
 const LABELS = [...new Set(ROWS.map((row) => row.label))];
 const COLOURS = 7;
 
+// An arm that is tuned to another's bytes has no budget, but comes out at one.
+const budgetText = (row) => (row.budget == null && row.tuned == null ? "none" : row.budget_text);
+
 // What can be filtered: how a row's value is told from others, and how it reads.
 const FILTERS = {
   task: { title: "Task", of: (row) => row.task, text: (row) => row.task },
   protocol: { title: "Question", of: (row) => row.protocol ?? "", text: (row) => questionText(row) || "—" },
-  budget: { title: "Budget", of: (row) => row.budget_text, text: (row) => row.budget_text },
+  budget: { title: "Budget", of: (row) => (row.budget == null ? "" : row.budget_text), text: (row) => row.budget_text },
   length: { title: "Length", of: (row) => row.length ?? "", text: (row) => lengthText(row.length) },
 };
 

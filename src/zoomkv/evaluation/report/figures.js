@@ -8,7 +8,7 @@ function rowTip(row) {
     row.label,
     ["task", conditionText(row, "task", "protocol")],
     ["length", row.length == null ? null : lengthText(row.length)],
-    ["budget", row.budget == null ? "none" : row.budget_text],
+    ["budget", budgetText(row)],
     row.right == null
       ? ["likeliest token", `${percent(row.score)} agree`]
       : ["right", `${percent(row.right)} (${range(row.right_low, row.right_high, (value) => number(100 * value, 1))})`],
@@ -233,7 +233,7 @@ function needles(rows, width) {
         title,
         ["length", lengthText(needle.row.length)],
         ["depth", percent(depth, 0)],
-        ["budget", needle.row.budget == null ? "none" : needle.row.budget_text],
+        ["budget", budgetText(needle.row)],
         ["right", `${needle.right[at]} of ${needle.n[at]}`],
         ["95 % interval", range(...needle.interval[at], (value) => percent(value, 0))],
       ],
@@ -268,7 +268,7 @@ function throughput(rows, width) {
     tip: () => [
       row.label, ["tokens/s", number(row.tokens_per_second, 1)],
       ["95 % interval", range(row.tokens_per_second_low, row.tokens_per_second_high, (value) => number(value, 1))],
-      ["timed answers", number(row.timed)], ["budget", row.budget == null ? "none" : row.budget_text],
+      ["timed answers", number(row.timed)], ["budget", budgetText(row)],
       ["to the device", mebibytes(row.bytes_to_device)],
     ],
   }));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from zoomkv import __version__
@@ -12,7 +12,8 @@ from zoomkv.evaluation.report.agreement import dynamics
 from zoomkv.evaluation.report.curves import bin_width, mean_curve
 from zoomkv.evaluation.report.estimates import mean_interval, ratio_interval
 from zoomkv.evaluation.report.source import Source
-from zoomkv.evaluation.results import CONDITION, key_of, rows
+from zoomkv.evaluation.results import CONDITION, condition_of, key_of, rows
+from zoomkv.evaluation.settings import tuned_labels
 from zoomkv.evaluation.statistics import wilson
 
 Answer = Mapping[str, Any]
@@ -44,9 +45,11 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
     if not answers:
         raise ValueError(f"{sources[0].path}: no answers yet, so there is nothing to report")
     timings = {key_of(timing): timing for source in sources for timing in source.timings}
+    settings = [source.results.header.get("settings", {}) for source in sources]
+    tuned = frozenset[str]().union(*map(tuned_labels, settings))
     groups: dict[tuple[str, ...], list[Answer]] = {}
     for answer in answers:
-        groups.setdefault(key_of(answer, CONDITION), []).append(answer)
+        groups.setdefault(condition_of(answer, tuned), []).append(answer)
     ordered = sorted(groups.values(), key=_order(answers))
     numbers: Numbers = {
         "format": FORMAT,
@@ -68,19 +71,12 @@ def report_numbers(sources: Sequence[Source], command: str) -> Numbers:
             for source in sources
             for check in source.results.checks
         ],
-        "rows": [_row(group, timings) for group in ordered],
+        "rows": [_row(group, timings, tuned) for group in ordered],
         "needles": _needles(ordered),
         "agreeability": _agreeability(ordered),
         "fidelity": _fidelity(ordered),
     }
     return {**_rounded(numbers), "warnings": warnings}
-
-
-def budget_text(budget: float | int | None) -> str:
-    """A budget as a reader sees it: a share of full KV in percent, rows, or a dash."""
-    if budget is None:
-        return "—"
-    return f"{budget:,} rows" if isinstance(budget, int) else f"{100 * budget:.4g} %"
 
 
 def _check_model(sources: Sequence[Source]) -> Numbers:
@@ -166,12 +162,14 @@ def _order(answers: Iterable[Answer]) -> Callable[[Sequence[Answer]], tuple[Any,
     return order
 
 
-def _row(group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer]) -> Numbers:
+def _row(
+    group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer], tuned: Container[str]
+) -> Numbers:
     judged = not _curves(group)
     timed = [
         (answer, timings[key]) for answer in group if judged and (key := key_of(answer)) in timings
     ]
-    (row,) = rows(group, [timing for _, timing in timed])
+    (row,) = rows(group, [timing for _, timing in timed], tuned)
     low, high = row.interval if judged else (None, None)
     _, score_low, score_high = mean_interval([answer["score"] for answer in group])
     speed: Sequence[float | None] = (None, None, None)
@@ -182,8 +180,8 @@ def _row(group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer]) -> 
         )
     agreed = [value for answer in group for value in answer["agreeability"] or ()]
     return {
-        **{name: getattr(row, name) for name in (*CONDITION, "policy")},
-        "options": group[0]["options"],
+        **{name: getattr(row, name) for name in (*CONDITION, "tuned", "policy")},
+        "options": _options(group),
         "seeds": list(row.seeds),
         "n": row.n,
         "right": row.right / row.n if judged else None,
@@ -209,6 +207,16 @@ def _row(group: Sequence[Answer], timings: Mapping[tuple[str, ...], Answer]) -> 
         "agreeability": math.fsum(agreed) / len(agreed) if agreed else None,
         "kl": None if judged else math.fsum(answer["about"]["kl"] for answer in group) / row.n,
     }
+
+
+def _options(group: Sequence[Answer]) -> Numbers:
+    """With the mean of an option that was tuned, such as a window: it may differ by seed."""
+    found = {}
+    for name, value in group[0]["options"].items():
+        values = [answer["options"].get(name, value) for answer in group]
+        alike = all(each == value for each in values)
+        found[name] = value if alike else math.fsum(values) / len(values)
+    return found
 
 
 def _curves(group: Sequence[Answer]) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from zoomkv.evaluation.report.numbers import budget_text
+from zoomkv.evaluation.results import budget_text
 
 _SCRIPTS = ("base.js", "charts.js", "figures.js", "table.js", "page.js")
 
@@ -19,7 +19,10 @@ def page(numbers: Mapping[str, Any]) -> str:
     Args:
         numbers: From ``report_numbers``; all of them, and nothing else, are shown.
     """
-    rows = [{**row, "budget_text": budget_text(row["budget"])} for row in numbers["rows"]]
+    rows = [
+        {**row, "budget_text": budget_text(row["budget"], row["tuned"]) or "—"}
+        for row in numbers["rows"]
+    ]
     # As columns: the names of hundreds of rows would be half of the page.
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     parts = {

@@ -6,7 +6,7 @@ const bytesOf = (name) => ({ value: (row) => row[name], text: (row) => number(ro
 const COLUMNS = [
   { key: "label", title: "Policy", kind: "text first", value: (row) => row.label, node: (row) => [swatch(row.label), bdi(row.label)] },
   { key: "task", title: "Task", kind: "text", value: (row) => row.task, node: (row) => [bdi(row.task)] },
-  { key: "budget", title: "Budget", value: (row) => row.budget, text: (row) => row.budget_text },
+  { key: "budget", title: "Budget", value: (row) => row.budget ?? row.tuned, text: budgetText },
   { key: "protocol", title: "Question", kind: "text", value: (row) => row.protocol, text: (row) => questionText(row).replace("question ", "") },
   { key: "length", title: "Length", value: (row) => row.length, text: (row) => lengthText(row.length) },
   { key: "n", title: "n", value: (row) => row.n, text: (row) => number(row.n) },

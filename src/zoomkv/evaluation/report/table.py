@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zoomkv.evaluation.report.numbers import budget_text
+from zoomkv.evaluation.results import budget_text
 
 Row = Mapping[str, Any]
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "task": lambda row: row["task"],
     "policy": lambda row: row["label"],
-    "budget": lambda row: budget_text(row["budget"]),
+    "budget": lambda row: budget_text(row["budget"], row["tuned"]) or "—",
     "question": lambda row: row["protocol"] or "—",
     "length": lambda row: _number(row["length"], ",d"),
     "n": lambda row: f"{row['n']:,d}",
