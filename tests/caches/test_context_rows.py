@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -131,7 +130,7 @@ def test_keys_and_values_may_differ_in_dtype() -> None:
     rows.put(at, at, torch.ones(1, HEADS, DIM), torch.ones(1, HEADS, DIM).bfloat16())
     held = HeldRows(keys, values)
     held.resize(torch.tensor([1]))
-    held.hold(mask(torch.ones(1, HEADS, 1, dtype=torch.bool)), rows)
+    hold(held, torch.ones(1, HEADS, 1, dtype=torch.bool), rows)
     assert held.keys.dtype == torch.float32 and held.values.dtype == torch.bfloat16
     assert (held.keys == 1).all() and (held.values == 1).all()
 
@@ -139,9 +138,12 @@ def test_keys_and_values_may_differ_in_dtype() -> None:
 # The device.
 
 
-def mask(wanted: Tensor) -> Tensor:
-    """With the column that stands for no position."""
-    return F.pad(wanted, (0, 1))
+def hold(held: HeldRows, wanted: Tensor, rows: ContextRows) -> Tensor:
+    """Positions in any order, some of which do not count."""
+    there, position = wanted.to(torch.uint8).sort(dim=2)
+    most = min(int(wanted.sum(2).max()) + 1, wanted.shape[2])
+    there, position = there[..., -most:].bool(), position[..., -most:]
+    return held.hold(position, there, wanted.shape[2], rows)
 
 
 class Model:
@@ -193,7 +195,7 @@ def test_slots_hold_what_is_wanted_and_fetch_what_is_missing(data: st.DataObject
                 chosen = data.draw(st.sets(st.integers(0, ends[b] - 1), max_size=most), "wanted")
                 wanted[b, h, list(chosen)] = True
         moved = traffic.to_device
-        fetched = held.hold(mask(wanted), rows)
+        fetched = hold(held, wanted, rows)
         new = [[0] * HEADS for _ in range(batch)]
         for b in range(batch):
             for h in range(HEADS):
@@ -213,11 +215,11 @@ def test_what_stays_does_not_move() -> None:
     held.resize(torch.tensor([4]))
     wanted = torch.zeros(1, HEADS, 10, dtype=torch.bool)
     wanted[..., [1, 4, 7, 8]] = True
-    held.hold(mask(wanted), rows)
+    hold(held, wanted, rows)
     before = held.position.clone()
     wanted[..., 4] = False
     wanted[:, 0, 9] = True
-    assert held.hold(mask(wanted), rows).tolist() == [[1, 0]]
+    assert hold(held, wanted, rows).tolist() == [[1, 0]]
     expected = before.masked_fill(before == 4, -1)
     expected[0, 0][before[0, 0] == 4] = 9
     assert torch.equal(held.position, expected)
@@ -230,11 +232,11 @@ def test_a_context_that_grows_keeps_what_is_held() -> None:
     held.resize(torch.tensor([3, 2]))
     wanted = torch.zeros(2, HEADS, 6, dtype=torch.bool)
     wanted[:, :, :2] = True
-    assert held.hold(mask(wanted), rows).tolist() == [[2, 2], [2, 2]]
+    assert hold(held, wanted, rows).tolist() == [[2, 2], [2, 2]]
     fill(rows, [600, 5], [6, 3])
     wanted = torch.zeros(2, HEADS, 600, dtype=torch.bool)
     wanted[0, :, 1], wanted[0, 1, 599], wanted[1, :, 4] = True, True, True
-    assert held.hold(mask(wanted), rows).tolist() == [[0, 1], [1, 1]]
+    assert hold(held, wanted, rows).tolist() == [[0, 1], [1, 1]]
     model = Model(2)
     model.slots, model.held = [3, 2], [[{1}, {1, 599}], [{4}, {4}]]
     model.check(held)
@@ -248,14 +250,14 @@ def test_batch_rows_can_be_selected(chosen: list[int]) -> None:
     held.resize(torch.tensor([2, 3]))
     wanted = torch.zeros(2, HEADS, 9, dtype=torch.bool)
     wanted[0, :, 5], wanted[1, :, 7:] = True, True
-    held.hold(mask(wanted), rows)
+    hold(held, wanted, rows)
     keys, position = held.keys, held.position
     host_keys = rows.keys(9)
     held.select(torch.tensor(chosen))
     rows.select(torch.tensor(chosen))
     assert torch.equal(held.keys, keys[chosen]) and torch.equal(held.position, position[chosen])
     assert torch.equal(rows.keys(9), host_keys[chosen])
-    assert held.hold(mask(wanted)[chosen], rows).sum() == 0
+    assert hold(held, wanted[chosen], rows).sum() == 0
 
 
 def test_all_tensors_are_reported() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoomkv.modules.reader import Entries, Part, combine
+from zoomkv.modules import reader
+from zoomkv.modules.reader import Entries, Part
 
 B, KV, G, Q, D = 2, 3, 2, 4, 8
 
@@ -41,7 +42,7 @@ def addends(mask: Tensor) -> Tensor:
 
 
 def read(query: Tensor, parts: list[Part]) -> Tensor:
-    return combine(parts, [part.logits(query) for part in parts])
+    return reader.read(query, parts, 1.0)
 
 
 def test_parts_of_every_kind_equal_one_attention() -> None:
@@ -127,27 +128,34 @@ def test_a_size_counts_as_so_many_equal_rows() -> None:
     torch.testing.assert_close(got, read(query, [Part(*some), Part(*copies)]))
 
 
-def test_half_precision_rows_are_read_in_fp32() -> None:
-    query = torch.randn(B, KV, G, Q, D)
+@pytest.mark.parametrize("scaling", [0.25, 3.0])
+def test_queries_are_scaled(scaling: float) -> None:
+    query, some = torch.randn(B, KV, G, Q, D), rows(5)
+    got = reader.read(query, [Part(*some)], scaling)
+    torch.testing.assert_close(got, read(scaling * query, [Part(*some)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_read_in_the_dtype_of_the_query(dtype: torch.dtype) -> None:
+    query = torch.randn(B, KV, G, Q, D).to(dtype)
     some, others = ([x.bfloat16() for x in rows(count)] for count in (5, 4))
-    entries = Entries.of(*others, torch.bfloat16)
-    assert entries.keys.dtype == entries.values.dtype == torch.bfloat16
-    got = read(query, [Part(*some), entries.part(torch.zeros(1, 1, 1, 1, 4))])
-    assert got.dtype == torch.float32
-    exact = [[x.float() for x in part] for part in (some, others)]
-    torch.testing.assert_close(got, read(query, [Part(*part) for part in exact]))
+    entries = Entries.of(*others, None)
+    sizes = torch.rand(1, 1, 1, 1, 4).log()
+    got = read(query, [Part(*some), entries.part(sizes)])
+    assert got.dtype == dtype
+    expected = attention(query, [(*some, torch.zeros(1)), (*entries.plain(), sizes)])
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), expected, atol=near, rtol=near)
 
 
-def test_logits_and_sums_of_one_part() -> None:
+def test_logits_of_one_part() -> None:
     query, (keys, values) = torch.randn(B, KV, G, Q, D), rows(5)
-    mask, weights = torch.rand(B, 1, 1, Q, 5) < 0.5, torch.rand(B, KV, G, Q, 5)
+    mask = torch.rand(B, 1, 1, Q, 5) < 0.5
     part = Part(keys, values, mask)
     expected = torch.einsum("bhgqd,bhnd->bhgqn", query, keys)
     got = part.logits(query)
     assert torch.equal(got == -torch.inf, ~mask.expand_as(got))
     torch.testing.assert_close(got.where(mask, 0), expected.where(mask, 0), atol=1e-5, rtol=1e-5)
-    sums = torch.einsum("bhgqn,bhnd->bhgqd", weights, values)
-    torch.testing.assert_close(part.weighted(weights), sums, atol=1e-5, rtol=1e-5)
 
 
 # Entries.

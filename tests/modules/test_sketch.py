@@ -202,6 +202,11 @@ def check_logits(got: Tensor, query: Tensor, codes: Codes, maps: Tensor) -> None
     assert ((got - expected).abs() <= 1e-6 * terms + 1e-5).all()
 
 
+def nothing(length: int, batch: int = 2) -> Tensor:
+    """Added to the logits of so many tokens."""
+    return torch.zeros(batch, length)
+
+
 @pytest.mark.parametrize("length", [40, 17, 0])
 def test_logits_equal_a_loop_over_numbers(length: int) -> None:
     keys, projection, present = some()
@@ -209,7 +214,7 @@ def test_logits_equal_a_loop_over_numbers(length: int) -> None:
     query, maps = torch.randn(2, 3, 2, 4, 8), torch.randn(2, 3, 2, 8, 6)
     image = image_of(query, maps)
     assert image.shape == (2, 3, 2, 4, 6) and image.dtype == torch.float32
-    got = logits(query, image, codes, length)
+    got = logits(query, image, codes, nothing(length))
     assert got.shape == (2, 3, 2, 4, length) and got.dtype == torch.float32
     check_logits(got, query, codes, maps)
 
@@ -218,8 +223,17 @@ def test_maps_that_heads_or_rows_share_broadcast() -> None:
     keys, projection, present = some()
     codes, query = encode(keys, projection, present), torch.randn(2, 3, 2, 4, 8)
     maps = torch.randn(1, 3, 1, 8, 6)
-    shared = logits(query, image_of(query, maps), codes, 9)
+    shared = logits(query, image_of(query, maps), codes, nothing(9))
     check_logits(shared, query, codes, maps.expand(2, 3, 2, 8, 6))
+
+
+def test_each_token_has_its_bias() -> None:
+    keys, projection, present = some()
+    codes, query = encode(keys, projection, present), torch.randn(2, 3, 2, 4, 8)
+    image = image_of(query, torch.randn(1, 3, 1, 8, 6))
+    bias = 5 * torch.randn(2, 40)
+    expected = logits(query, image, codes, nothing(40)) + bias[:, None, None, None]
+    torch.testing.assert_close(logits(query, image, codes, bias), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_stored() -> None:
@@ -312,7 +326,7 @@ def test_rows_with_nothing_and_keys_that_agree_are_finite() -> None:
     present[1] = False
     keys[0] = keys[0, :, :1]
     codes, query = encode(keys, projection, present), torch.randn(2, 3, 1, 2, 8)
-    got = logits(query, image_of(query, torch.randn(1, 3, 1, 8, 6)), codes, 40)
+    got = logits(query, image_of(query, torch.randn(1, 3, 1, 8, 6)), codes, nothing(40))
     assert got.isfinite().all()
     expected = query[0] @ keys[0, :, None].mT
     torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
@@ -329,17 +343,17 @@ def test_half_precision_and_autocast_change_nothing(dtype: torch.dtype) -> None:
         assert torch.equal(one, two) and one.dtype == two.dtype
     query, maps = torch.randn(2, 3, 2, 4, 8).to(dtype), torch.randn(1, 3, 1, 8, 6).to(dtype)
     plain = query.float(), maps.float()
-    expected = logits(plain[0], image_of(*plain), codes, 40)
-    assert torch.equal(logits(query, image_of(query, maps), codes, 40), expected)
+    expected = logits(plain[0], image_of(*plain), codes, nothing(40))
+    assert torch.equal(logits(query, image_of(query, maps), codes, nothing(40)), expected)
 
 
 def test_products_with_codes_are_fp32_under_autocast() -> None:
     keys, projection, present = some()
     codes, query = encode(keys, projection, present), torch.randn(2, 3, 2, 4, 8)
     maps = torch.randn(1, 3, 1, 8, 6)
-    expected = logits(query, image_of(query, maps), codes, 40)
+    expected = logits(query, image_of(query, maps), codes, nothing(40))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logits(query, image_of(query, maps), codes, 40), expected)
+        assert torch.equal(logits(query, image_of(query, maps), codes, nothing(40)), expected)
 
 
 def test_products_of_fitted_sketches_are_near_the_true_ones() -> None:
@@ -352,13 +366,13 @@ def test_products_of_fitted_sketches_are_near_the_true_ones() -> None:
     flat = query.flatten(2, 3)
     maps = fit(centred.mT @ centred, flat.mT @ flat, 16)
     codes = encode(keys, maps.key, present)
-    got = logits(query, image_of(query, maps.query[:, :, None]), codes, 400)
+    got = logits(query, image_of(query, maps.query[:, :, None]), codes, nothing(400, 1))
     true = query @ keys[:, :, None].mT
     off = (got - true).var(-1) / true.var(-1)
     rounding = (2 * REACH / LEVELS) ** 2 / 12  # of a uniform quantiser
     assert 0.9 * rounding < float(off.mean()) < 1.2 * rounding
     coarse = encode(keys, maps.key[..., :2], present)
-    worse = logits(query, image_of(query, maps.query[:, :, None, :, :2]), coarse, 400)
+    worse = logits(query, image_of(query, maps.query[:, :, None, :, :2]), coarse, nothing(400, 1))
     assert ((worse - true).var(-1) / true.var(-1)).mean() > 2 * off.mean()
 
 
@@ -386,7 +400,7 @@ def test_an_estimate_is_what_codes_give_up_to_one_number_for_each_query() -> Non
     keys, _, present = some()
     query, maps = torch.randn(2, 3, 2, 4, 8), some_maps()
     codes = encode(keys, maps.key, present)
-    expected = logits(query, image_of(query, maps.query[None]), codes, 40)
+    expected = logits(query, image_of(query, maps.query[None]), codes, nothing(40))
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             got = estimate(maps, query, keys, present)

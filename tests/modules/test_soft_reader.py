@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoomkv.modules.reader import Part, combine
+from zoomkv.modules.reader import Part, read
 from zoomkv.modules.soft_reader import soft_read
 from zoomkv.spans.surprisal import Spans, paper_spans
 
@@ -143,9 +143,9 @@ def test_agrees_with_the_reader_of_the_cache() -> None:
     parts = [
         Part(*case.tokens, fine & there[:, None, None, None]),
         Part(*case.coarse, bias),
-        Part(*case.own, torch.ones(ROWS, ROWS, dtype=torch.bool).tril()),
+        Part(*case.own, torch.ones(1, 1, 1, ROWS, ROWS, dtype=torch.bool).tril()),
     ]
-    expected = combine(parts, [part.logits(scaled) for part in parts]).flatten(1, 2)
+    expected = read(scaled, parts, 1.0).flatten(1, 2)
     torch.testing.assert_close(case.read(), expected, atol=1e-6, rtol=1e-5)
 
 

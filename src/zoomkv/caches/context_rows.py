@@ -73,7 +73,7 @@ class ContextRows:
         index = ((batch * heads + head) * capacity + position).to("cpu")
         parts = tuple(part.flatten(0, 2).index_select(0, index) for part in self._parts)
         self._traffic.to_device += (size := size_of(parts))
-        row = (index // (heads * capacity)).bincount(minlength=len(self.moved))
+        row = batch.to("cpu").bincount(minlength=len(self.moved))
         self.moved = self.moved + row * (size // max(len(index), 1))
         return self._codec.decode(tuple(p.to(self._device, non_blocking=True) for p in parts))
 
@@ -136,33 +136,48 @@ class HeldRows:
         beyond = torch.arange(most) >= slots[:, None, None]
         self.position.masked_fill_(beyond.to(self.position.device), -1)
 
-    def hold(self, wanted: Tensor, source: RowSource) -> Tensor:
+    def hold(
+        self,
+        position: Tensor,  # [B, Hkv, n]
+        there: Tensor,  # [B, Hkv, n]
+        length: int,
+        source: RowSource,
+    ) -> Tensor:  # [B, Hkv]
         """Makes the slots hold the wanted rows, at most as many as fit, and no others.
 
         Only rows that are not there yet are fetched.
 
         Args:
-            wanted: Positions, bool ``[B, Hkv, T + 1]``; the last one, which is none, is False.
-            source: Where they are.
+            position: Of wanted rows, none twice.
+            there: Which of them count.
+            length: Positions that there may be.
+            source: Where the rows are.
 
         Returns:
-            How many were fetched, ``[B, Hkv]``.
+            How many were fetched.
         """
-        total = wanted.shape[2] - 1
-        at = self.position.long()
-        at = at.where(at >= 0, total)
-        keep = wanted.gather(2, at)
-        missing = wanted.scatter(2, at.where(keep, total), False)[..., :total]
-        self.position.masked_fill_(~keep, -1)
-        batch, head, position = missing.nonzero(as_tuple=True)
+        wanted = position.where(there, length)
+        old = self.position.long()
+        old = old.where(old >= 0, length)
+        mark = there.new_zeros(*there.shape[:2], length + 1)
+        mark.scatter_(2, wanted, True)
+        mark[..., length] = False
+        keep = mark.gather(2, old)
+        mark.scatter_(2, old.where(keep, length), False)
+        missing = mark.gather(2, wanted)
         count = missing.sum(2)
+        self.position.masked_fill_(~keep, -1)
+        batch, head, at = missing.nonzero(as_tuple=True)
         if not len(batch):
             return count
         hole = ~keep
         hole &= hole.cumsum(2) <= count[..., None]
-        where = hole.nonzero(as_tuple=True)
-        self.keys[where], self.values[where] = source.take(batch, head, position)
-        self.position[where] = position.to(self.position.dtype)
+        slot = hole.flatten().nonzero().squeeze(1)
+        position = position[batch, head, at]
+        keys, values = source.take(batch, head, position)
+        self.keys.view(-1, self.keys.shape[3])[slot] = keys
+        self.values.view(-1, self.values.shape[3])[slot] = values
+        self.position.view(-1)[slot] = position.to(self.position.dtype)
         return count
 
     def select(self, rows: Tensor) -> None:

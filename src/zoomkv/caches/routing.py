@@ -21,14 +21,31 @@ from zoomkv.modules.sketch import Codes, Projections, Sketch, encode, fit, image
 _NEVER = -1e30  # finite, so that a row without a context is no NaN
 
 
+class Context:
+    """The spans that a step's queries may look into, the same for all layers.
+
+    Args:
+        span: The span of each token, -1 where it is in none, int64 ``[B, T]``.
+        log_size: Tokens of each span, fp32 ``[B, S]``; -inf where there is none.
+        slots: Tokens that each KV head of a batch row may have; below 0, it asks for nothing. On
+            the host ``[B]``.
+    """
+
+    def __init__(self, span: Tensor, log_size: Tensor, slots: Tensor) -> None:
+        self.span, self.log_size = span, log_size
+        self.slots = slots.to(span.device)
+        self.most = max(min(int(slots.max()), span.shape[1]), 0)
+        """Tokens that any KV head may have."""
+        self.outside = span.new_zeros(span.shape, dtype=torch.float32)
+        """Added to scores: tokens in no span are not asked for, fp32 ``[B, T]``."""
+        self.outside.masked_fill_(span < 0, _NEVER)
+
+
 @dataclass(slots=True)
 class View:
     """What a routing may look at: a layer's context as it is now."""
 
-    span: Tensor
-    """The span of each token, -1 where it is in none, int64 ``[B, T]``."""
-    log_size: Tensor
-    """Tokens of each span, fp32 ``[B, S]``; -inf where there is none."""
+    context: Context
     entries: Entries | None
     """Coarse keys and values."""
     rows: RowSource
@@ -39,9 +56,10 @@ class View:
 class Choice:
     """What queries read of a context."""
 
-    tokens: Tensor
-    """Those that a KV head's queries read, bool ``[B, Hkv, Q, T + 1]``; the last one, which is
-    none, is False."""
+    position: Tensor
+    """Tokens that a KV head's queries read, none twice, int64 ``[B, Hkv, Q, n]``."""
+    there: Tensor
+    """Which of them count, bool ``[B, Hkv, Q, n]``."""
     opened: Tensor | None = None
     """Spans whose tokens a query head reads in place of their entry, bool ``[B, Hkv, G, Q, S]``;
     None: all heads read the tokens, and entries of spans without any of these."""
@@ -77,7 +95,6 @@ class Routing:
         scaled: Tensor,  # [B, Hkv, G, Q, D]
         exact: Tensor,  # [B, Hkv, G, Q, N]
         view: View,
-        slots: Tensor,  # [B]
     ) -> Choice:
         """What each query reads, each as if it were alone: here the tokens that score best.
 
@@ -86,25 +103,22 @@ class Routing:
             scaled: The same, scaled.
             exact: Their logits with exact rows.
             view: The context.
-            slots: Tokens that each KV head of a batch row may have; below 0, it asks for nothing.
         """
+        context = view.context
         score = self.scores(scaled, view)
-        score = score.masked_fill((view.span < 0)[:, None, None, None], _NEVER)
         # Of each head's whole attention, so that heads that look elsewhere don't decide.
         within = score.log_softmax(-1)
         mass = score.amax(-1) - within.amax(-1)
         within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
         share = within.amax(2)  # [B, Hkv, Q, T]
-        most = max(min(int(slots.max()), share.shape[-1]), 0)
-        best, token = share.topk(most, dim=-1)
-        chosen = (best > _NEVER / 2) & (
-            torch.arange(most, device=best.device) < slots[:, None, None, None]
-        )
-        wanted = share.new_zeros(*share.shape[:-1], share.shape[-1] + 1, dtype=torch.bool)
-        return Choice(wanted.scatter_(-1, token, chosen))
+        alone = len(share) == 1  # else batch rows with fewer slots want their best first
+        best, token = share.topk(context.most, dim=-1, sorted=not alone)
+        there = best > _NEVER / 2
+        there &= torch.arange(context.most, device=best.device) < context.slots[:, None, None, None]
+        return Choice(token, there)
 
     def scores(self, query: Tensor, view: View) -> Tensor:  # [B,Hkv,G,Q,D] -> [B,Hkv,G,Q,T]
-        """About the logits of scaled queries with each token."""
+        """About the logits of scaled queries with each token; of one in no span, hopelessly low."""
         raise NotImplementedError
 
     def bytes_per_entry(self, dtype: torch.dtype) -> int:
@@ -181,7 +195,7 @@ class SketchRouting(Routing):
             assert self._own is not None
             projection = self._own.query[:, :, None]
         image = image_of(query, projection)
-        return logits(query, image, self._codes, view.span.shape[1])
+        return logits(query, image, self._codes, view.context.outside)
 
     def bytes_per_token(self) -> float:
         """See ``Routing``."""
@@ -248,8 +262,8 @@ class MeanKeyRouting(Routing):
         """See ``Routing``."""
         assert view.entries is not None
         keys, _ = view.entries.plain()
-        score = query @ keys[:, :, None].mT + view.log_size[:, None, None, None]
-        return of_span(score, view)
+        score = query @ keys[:, :, None].mT + view.context.log_size[:, None, None, None]
+        return of_span(score, view.context)
 
 
 class RandomRouting(Routing):
@@ -258,9 +272,10 @@ class RandomRouting(Routing):
     def scores(self, query: Tensor, view: View) -> Tensor:
         """See ``Routing``."""
         generator = torch.Generator().manual_seed(self.layer)
-        shape = (view.span.shape[1], query.shape[1])
-        score = torch.rand(shape, generator=generator).T.to(query.device)
-        return score[None, :, None, None].expand(*query.shape[:-1], -1)
+        outside = view.context.outside
+        score = torch.rand(outside.shape[1], query.shape[1], generator=generator).T
+        score = score.to(query.device)[None, :, None, None].expand(*query.shape[:-1], -1)
+        return score + outside[:, None, None, None]
 
 
 class ClosedRouting(Routing):
@@ -268,7 +283,7 @@ class ClosedRouting(Routing):
 
     def scores(self, query: Tensor, view: View) -> Tensor:
         """See ``Routing``."""
-        return query.new_full((*query.shape[:-1], view.span.shape[1]), -torch.inf)
+        return query.new_full((*query.shape[:-1], view.context.span.shape[1]), _NEVER)
 
 
 class OracleRouting(Routing):
@@ -276,8 +291,9 @@ class OracleRouting(Routing):
 
     def scores(self, query: Tensor, view: View) -> Tensor:
         """See ``Routing``."""
-        keys = view.rows.keys(view.span.shape[1])
-        return query @ keys.float()[:, :, None].mT
+        keys = view.rows.keys(view.context.span.shape[1])
+        score = query @ keys.float()[:, :, None].mT
+        return score + view.context.outside[:, None, None, None]
 
 
 class SpanOracleRouting(Routing):
@@ -285,24 +301,25 @@ class SpanOracleRouting(Routing):
 
     def scores(self, query: Tensor, view: View) -> Tensor:
         """See ``Routing``."""
-        score = query @ view.rows.keys(view.span.shape[1]).float()[:, :, None].mT
-        inside = view.span[:, None, None, None].expand_as(score)
-        spans = view.log_size.shape[1]
+        span, spans = view.context.span, view.context.log_size.shape[1]
+        score = query @ view.rows.keys(span.shape[1]).float()[:, :, None].mT
+        inside = span[:, None, None, None].expand_as(score)
         top = score.amax(-1, keepdim=True)
         mass = score.new_zeros(*score.shape[:-1], spans + 1)
         mass.scatter_add_(-1, inside.where(inside >= 0, spans), (score - top).exp())
-        return of_span(mass[..., :spans].log() + top, view)
+        return of_span(mass[..., :spans].log() + top, view.context)
 
 
-def of_span(score: Tensor, view: View) -> Tensor:  # [B, Hkv, G, Q, S] -> [B, Hkv, G, Q, T]
+def of_span(score: Tensor, context: Context) -> Tensor:  # [B, Hkv, G, Q, S] -> [B, Hkv, G, Q, T]
     """Gives each token the score of its span."""
-    span = view.span.clamp(min=0)
+    span = context.span.clamp(min=0)
     position = torch.arange(span.shape[1], device=span.device).expand_as(span)
-    first = torch.full_like(view.log_size, span.shape[1], dtype=torch.int64)
+    first = torch.full_like(context.log_size, span.shape[1], dtype=torch.int64)
     first = first.scatter_reduce(1, span, position, "amin").gather(1, span)
     # Where not all of a span fits, its first tokens are taken.
     order = (position - first)[:, None, None, None]
-    return score.gather(-1, span[:, None, None, None].expand(*score.shape[:-1], -1)) - 1e-5 * order
+    score = score.gather(-1, span[:, None, None, None].expand(*score.shape[:-1], -1))
+    return score - 1e-5 * order + context.outside[:, None, None, None]
 
 
 def _moments(keys: Tensor, present: Tensor) -> Tensor:  # [B, Hkv, D, D]

@@ -31,7 +31,7 @@ from zoomkv.caches.base import ModelShape, PolicyCache, bookkeeping
 from zoomkv.caches.budget import Budget, check_at_least
 from zoomkv.caches.codecs import check_precision
 from zoomkv.caches.retrieving import Residency
-from zoomkv.caches.routing import TRAINING_FREE, Routing, SketchRouting
+from zoomkv.caches.routing import TRAINING_FREE, Context, Routing, SketchRouting
 from zoomkv.caches.sekv_layer import Joining, SeKVLayer
 from zoomkv.caches.sekv_options import (
     check_share,
@@ -110,6 +110,7 @@ class SeKVCache(PolicyCache):
     _count: Tensor  # [B], spans
     overflow: Tensor  # [B], bytes by which what must stay exceeds the budget
     _slots: Tensor  # [B]
+    _context: tuple[Step, Context] | None  # of the step that is read
     _told: bool  # that the budget is exceeded
 
     def __init__(
@@ -216,19 +217,13 @@ class SeKVCache(PolicyCache):
     ) -> Tensor:
         """See ``PolicyCache``."""
         mask = step.placements[layer].mask  # [B or 1, 1, Q, N]
-        slots = self._slots
-        if step.real is not None and step.size == 1:
-            slots = slots.where(step.real[:, 0], -1)  # a row that has ended asks for nothing
-        slots = slots.to(query.device)
+        context = self._context_of(step)
         outputs = []
         for first in range(0, query.shape[2], _QUERIES):
             part = slice(first, first + _QUERIES)
             local = Part(key, value, None if mask is None else mask[:, :, None, part])
-            outputs.append(
-                self.layers[layer].read(
-                    query[:, :, part], local, scaling, self._span, self._log_size, slots
-                )
-            )
+            own = self.layers[layer].read(query[:, :, part], local, scaling, context)
+            outputs.append(own)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def readable(self, layer: int) -> Tensor:
@@ -280,6 +275,7 @@ class SeKVCache(PolicyCache):
         """See ``SteppedCache``: notes how little each token was expected."""
         self._meter.note(step, hidden)
         super().commit(step, hidden)
+        self._context = None
         for layer in self.layers:
             layer.tally.commit()
 
@@ -324,6 +320,14 @@ class SeKVCache(PolicyCache):
         return self.groups[0][0]
 
     # -- within ---------------------------------------------------------------------------------
+
+    def _context_of(self, step: Step) -> Context:
+        if self._context is None or self._context[0] is not step:
+            slots = self._slots
+            if step.real is not None and step.size == 1:
+                slots = slots.where(step.real[:, 0], -1)  # a row that has ended asks for nothing
+            self._context = step, Context(self._span, self._log_size, slots)
+        return self._context[1]
 
     def _routing(self, layer: int) -> Routing:
         if isinstance(self._router, str) and self._router != "sketch":
@@ -603,6 +607,7 @@ class SeKVCache(PolicyCache):
         )
         self._meter.start(batch)
         self._told = False
+        self._context = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Of the model, not of a sequence: shared.

@@ -13,12 +13,12 @@ from torch import Tensor
 from zoomkv.caches.base import PolicyLayer
 from zoomkv.caches.context_rows import ContextRows, HeldRows
 from zoomkv.caches.factor_rows import Factoriser, FactorRows
-from zoomkv.caches.routing import Choice, Routing, View
+from zoomkv.caches.routing import Choice, Context, Routing, View
 from zoomkv.caches.slots import Slots
 from zoomkv.caches.tally import Tally
 from zoomkv.caches.tiers import Traffic, make_row_codec
 from zoomkv.caches.working_sets import WorkingSet
-from zoomkv.modules.reader import Entries, Part, combine
+from zoomkv.modules.reader import Entries, Part, read
 from zoomkv.spans.surprisal import Spans, span_sums
 
 
@@ -143,11 +143,6 @@ class SeKVLayer(PolicyLayer):
         held = (self.held.position >= 0).sum(-1).double().mean(-1)
         return super().rows() + held.to("cpu")
 
-    def view(self, span: Tensor, log_size: Tensor) -> View:
-        """What routing may look at."""
-        assert self.context is not None
-        return View(span, log_size, self.entries, self.context)
-
     def extend(
         self, joining: Joining, rows: tuple[Tensor, Tensor], dtype: torch.dtype | None, coarse: bool
     ) -> None:
@@ -224,58 +219,41 @@ class SeKVLayer(PolicyLayer):
         query: Tensor,  # [B, H, Q, D]
         local: Part,
         scaling: float,
-        span: Tensor,  # [B, T]
-        log_size: Tensor,  # [B, S]
-        slots: Tensor,  # [B], tokens that each batch row may fetch
+        context: Context,
     ) -> Tensor:  # [B, H, Q, D]
         """Attention over exact rows, the tokens that the queries look at most, coarse entries."""
-        batch, heads, rows, width = query.shape
-        kv_heads = local.keys.shape[1]
-        query32 = query.float()
-        scaled = (query32 * scaling).view(batch, kv_heads, -1, rows, width)
-        exact = local.logits(scaled)
-        choice = self.routing.choose(query32, scaled, exact, self.view(span, log_size), slots)
-        parts, logits = [local], [exact]
-        for part in self._zoomed(choice, span, log_size):
-            parts.append(part)
-            logits.append(part.logits(scaled))
-        return combine(parts, logits).view(batch, heads, rows, width).to(query.dtype)
+        assert self.context is not None
+        grouped = query.unflatten(1, (local.keys.shape[1], -1))
+        scaled = grouped.float() * scaling
+        view = View(context, self.entries, self.context)
+        choice = self.routing.choose(query.float(), scaled, local.logits(scaled), view)
+        parts = [local, *self._zoomed(choice, context)]
+        return read(grouped, parts, scaling).flatten(1, 2)
 
-    def _zoomed(self, choice: Choice, span: Tensor, log_size: Tensor) -> Iterator[Part]:
+    def _zoomed(self, choice: Choice, context: Context) -> Iterator[Part]:
         """The chosen tokens, and the entries of spans that are read as such."""
         assert self.held is not None and self.context is not None
-        wanted, opened = choice.tokens, choice.opened
-        if wanted.shape[2] == 1:
-            fetched = self.held.hold(wanted[:, :, 0], self.context)
-            position = self.held.position.long()
-            readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
+        opened = choice.opened
+        if choice.position.shape[2] == 1:
+            wanted, there = choice.position[:, :, 0], choice.there[:, :, 0]
+            fetched = self.held.hold(wanted, there, context.span.shape[1], self.context)
             # What a step that broke off has fetched, the next one need not.
             self.tally.note("fetched", fetched, again=True)
-            self.tally.note("asked", readable.sum((2, 3)))
+            self.tally.note("asked", there.sum(2))
             for name, count in choice.counts.items():
                 self.tally.note(name, count)
             keys, values = self.held.keys, self.held.values
+            position = self.held.position.long()  # [B, Hkv, n]
+            readable = (position >= 0)[:, :, None]  # [B, Hkv, 1, n]
         else:
-            # Each query has tokens of its own: together they may be more than a step holds.
-            union = wanted[..., :-1].any(2)
-            count = union.sum(-1)
-            position = union.to(torch.uint8).topk(int(count.max()), dim=-1).indices
-            there = union.gather(-1, position)
-            batch, head, at = there.nonzero(as_tuple=True)
-            rows = self.context.take(batch, head, position[batch, head, at])
-            keys, values = (
-                like.new_zeros(*position.shape, like.shape[-1])
-                for like in (self.held.keys, self.held.values)
-            )
-            keys[batch, head, at], values[batch, head, at] = rows
-            readable = wanted.gather(-1, position[:, :, None].expand(-1, -1, wanted.shape[2], -1))
-            readable = readable & there[:, :, None]
+            keys, values, position, readable = self._union(choice, context)
         mask = readable[:, :, None]  # [B, Hkv, 1, Q, n]
         if self.entries is None:
             yield Part(keys, values, mask)
             return
-        spans = log_size.shape[1]
-        of = span[:, None].expand(-1, position.shape[1], -1).gather(-1, position.clamp(min=0))
+        spans = context.log_size.shape[1]
+        span = context.span[:, None].expand(-1, position.shape[1], -1)
+        of = span.gather(-1, position.clamp(min=0))
         if opened is None:
             opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
             opened.scatter_(-1, of[:, :, None].where(readable, spans), True)
@@ -284,5 +262,32 @@ class SeKVLayer(PolicyLayer):
             own = of.clamp(min=0)[:, :, None, None].expand(*opened.shape[:-1], -1)
             mask = mask & opened.gather(-1, own)
         yield Part(keys, values, mask)
-        bias = log_size[:, None, None, None].masked_fill(opened, -torch.inf)
+        bias = context.log_size[:, None, None, None].masked_fill(opened, -torch.inf)
         yield self.entries.part(bias)
+
+    def _union(self, choice: Choice, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries that read together want, each tokens of its own, fetched for this once.
+
+        Together they may be more than a step holds.
+
+        Returns:
+            Keys and values ``[B, Hkv, n, D]``, positions ``[B, Hkv, n]``, which of them each query
+            reads ``[B, Hkv, Q, n]``.
+        """
+        assert self.held is not None and self.context is not None
+        total = context.span.shape[1]
+        wanted = choice.there.new_zeros(*choice.there.shape[:-1], total + 1)
+        wanted.scatter_(-1, choice.position.where(choice.there, total), True)
+        union = wanted[..., :total].any(2)
+        count = union.sum(-1)
+        position = union.to(torch.uint8).topk(int(count.max()), dim=-1).indices
+        there = union.gather(-1, position)
+        batch, head, at = there.nonzero(as_tuple=True)
+        rows = self.context.take(batch, head, position[batch, head, at])
+        keys, values = (
+            like.new_zeros(*position.shape, like.shape[-1])
+            for like in (self.held.keys, self.held.values)
+        )
+        keys[batch, head, at], values[batch, head, at] = rows
+        readable = wanted.gather(-1, position[:, :, None].expand(-1, -1, wanted.shape[2], -1))
+        return keys, values, position, readable & there[:, :, None]

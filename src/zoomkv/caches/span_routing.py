@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoomkv.caches.routing import Choice, Routing, View
@@ -39,34 +38,34 @@ class SpanRouting(Routing):
         self._summaries = self._router.summaries(self.layer, entries.plain()[0]).to(dtype)
 
     @torch.no_grad()
-    def choose(
-        self, query: Tensor, scaled: Tensor, exact: Tensor, view: View, slots: Tensor
-    ) -> Choice:
+    def choose(self, query: Tensor, scaled: Tensor, exact: Tensor, view: View) -> Choice:
         """See ``Routing``."""
         assert self._summaries is not None
-        groups = scaled.shape[1:3]
+        groups, span, log_size = scaled.shape[1:3], view.context.span, view.context.log_size
         # The size's part of the logit is in ``log_size``, which is -inf where there is no span.
-        ones = torch.ones_like(view.log_size)
+        ones = torch.ones_like(log_size)
         logits = self._router.logits(self.layer, query, self._summaries, ones)
-        logits = logits + view.log_size[:, None, None]
+        logits = logits + log_size[:, None, None]
         passed = self._opens(logits).unflatten(1, groups)  # [B, Hkv, G, Q, S]
         best = logits.unflatten(1, groups).amax(2)  # [B, Hkv, Q, S]
-        size = view.log_size.exp().round().long()[:, None, None]
-        room = slots[:, None, None, None]
+        size = log_size.exp().round().long()[:, None, None]
+        room = view.context.slots[:, None, None, None]
         wanted = passed.any(2) & (size <= room)
         order = best.masked_fill(~wanted, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         size = size.expand_as(best).where(wanted, 0)
         fits = size.gather(-1, order).cumsum(-1) <= room
         kept = torch.zeros_like(wanted).scatter(-1, order, fits) & wanted
         opened = passed & kept[:, :, None]
-        of = view.span[:, None, None].expand(*kept.shape[:-1], -1)
+        of = span[:, None, None].expand(*kept.shape[:-1], -1)
         tokens = kept.gather(-1, of.clamp(min=0)) & (of >= 0)
-        alive = (slots >= 0)[:, None]
+        there, position = tokens.to(torch.uint8).topk(view.context.most, dim=-1)
+        alive = (view.context.slots >= 0)[:, None]
         return Choice(
-            F.pad(tokens, (0, 1)),
+            position,
+            there.bool(),
             opened,
             {
-                "offered": (~view.log_size.isneginf()).sum(1, keepdim=True) * alive,
+                "offered": (~log_size.isneginf()).sum(1, keepdim=True) * alive,
                 "passed": passed.sum((3, 4)).flatten(1) * alive,
                 "zoomed": opened.sum((3, 4)).flatten(1) * alive,
             },

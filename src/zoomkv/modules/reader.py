@@ -1,7 +1,7 @@
 """One softmax over rows of several kinds (SeKV, arXiv 2606.31145, section 3.3).
 
 Exact rows, rows fetched from the host and coarse entries that stand for whole spans lie in tensors
-of their own; putting them together would copy them in every step, so only their logits are.
+of their own. They are few, so a step puts them side by side and attends once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -22,52 +23,50 @@ class Part:
     values: Tensor
     """``[B, Hkv, N, D]``"""
     bias: Tensor | None = None
-    """Added to logits: -inf for what is not read, log |S| for what stands for a span S. Broadcasts
-    to ``[B, Hkv, G, Q, N]``; bool: True is read."""
-    key_scale: Tensor | None = None
-    """Factor on each key, fp32 ``[B, Hkv, N]``, if they are stored as 8-bit numbers."""
-    value_scale: Tensor | None = None
-    """The same on each value."""
+    """Added to logits: -inf for what is not read, log |S| for what stands for a span S. Its five
+    dimensions broadcast to ``[B, Hkv, G, Q, N]``; bool: True is read."""
 
     def logits(self, query: Tensor) -> Tensor:  # fp32 [B, Hkv, G, Q, D] -> [B, Hkv, G, Q, N]
         """Products of scaled queries with the keys, bias included."""
         batch, heads, group, rows, width = query.shape
         flat = query.reshape(batch, heads, group * rows, width)
         out = (flat @ self.keys.float().mT).view(batch, heads, group, rows, -1)
-        if self.key_scale is not None:
-            out = out * self.key_scale[:, :, None, None]
+        return out if self.bias is None else out + self.addends(out)
+
+    def addends(self, like: Tensor) -> Tensor:
+        """The bias in the dtype of another tensor."""
         if self.bias is None:
-            return out
+            return like.new_zeros(1, 1, 1, 1, self.keys.shape[2])
         if self.bias.dtype == torch.bool:
-            return out.masked_fill(~self.bias, -torch.inf)
-        return out + self.bias
-
-    def weighted(self, weights: Tensor) -> Tensor:  # fp32 [B, Hkv, G, Q, N] -> [B, Hkv, G, Q, D]
-        """Sums of the values."""
-        if self.value_scale is not None:
-            weights = weights * self.value_scale[:, :, None, None]
-        batch, heads, group, rows, count = weights.shape
-        flat = weights.reshape(batch, heads, group * rows, count)
-        out = flat @ self.values.float()
-        return out.view(batch, heads, group, rows, -1)
+            closed = like.new_zeros(self.bias.shape)
+            return closed.masked_fill_(~self.bias, -torch.inf)
+        return self.bias.to(like.dtype)
 
 
-def combine(parts: Sequence[Part], logits: Sequence[Tensor]) -> Tensor:
+def read(query: Tensor, parts: Sequence[Part], scaling: float) -> Tensor:
     """Attention over several parts at once.
 
     Args:
+        query: After RoPE ``[B, Hkv, G, Q, D]``; rows are read in its dtype.
         parts: Of which at least one row is read by each query.
-        logits: Of each part, from ``Part.logits``.
+        scaling: Factor on the products of queries and keys.
 
     Returns:
-        fp32 ``[B, Hkv, G, Q, D]``.
+        ``[B, Hkv, G, Q, D]``.
     """
-    weights = torch.cat(list(logits), dim=-1).softmax(-1)
-    pieces = weights.split([piece.shape[-1] for piece in logits], dim=-1)
-    out = parts[0].weighted(pieces[0])
-    for part, piece in zip(parts[1:], pieces[1:], strict=True):
-        out += part.weighted(piece)
-    return out
+    batch, heads, group, rows, width = query.shape
+    keys = torch.cat([part.keys.to(query.dtype) for part in parts], dim=2)
+    values = torch.cat([part.values.to(query.dtype) for part in parts], dim=2)
+    mask = None
+    if any(part.bias is not None for part in parts):
+        added = [part.addends(query) for part in parts]
+        lead = torch.broadcast_shapes(*(x.shape[:4] for x in added))
+        if rows > 1:
+            lead = (*lead[:2], group, rows)
+        mask = torch.cat([x.expand(*lead, -1) for x in added], dim=-1).flatten(2, 3)
+    flat = query.reshape(batch, heads, group * rows, width)
+    out = F.scaled_dot_product_attention(flat, keys, values, attn_mask=mask, scale=scaling)
+    return out.view(batch, heads, group, rows, -1)
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class Entries:
 
     def part(self, bias: Tensor) -> Part:
         """As the reader takes them."""
-        return Part(self.keys, self.values, bias, self.key_scale, self.value_scale)
+        return Part(*self.plain(), bias)
 
     def tensors(self) -> list[Tensor]:
         """All that is stored."""

@@ -203,29 +203,34 @@ def image_of(query: Tensor, projection: Tensor) -> Tensor:
         return query.float() @ projection.float()
 
 
-def logits(query: Tensor, image: Tensor, codes: Codes, length: int) -> Tensor:
-    """About what the products of queries with keys are.
+def logits(query: Tensor, image: Tensor, codes: Codes, bias: Tensor) -> Tensor:
+    """About what the products of queries with the first keys are.
 
     Args:
         query: Scaled queries ``[B, Hkv, G, Q, D]``.
         image: The same as the codes see them ``[B, Hkv, G, Q, W]``.
         codes: Of the keys.
-        length: Tokens to look at.
+        bias: Added for each of the keys that are looked at, fp32 ``[B, T]``.
 
     Returns:
-        fp32 ``[B, Hkv, G, Q, length]``.
+        fp32 ``[B, Hkv, G, Q, T]``.
     """
     with torch.autocast(image.device.type, enabled=False):
         batch, heads, group, rows, width = image.shape
-        image = (image * codes.step[:, :, None, None]).reshape(batch, heads, group * rows, width)
+        image = image.reshape(batch, heads, group * rows, width) * codes.step[:, :, None]
         constant = query.float().reshape(batch, heads, group * rows, -1) @ codes.mean[..., None]
         constant = constant - image.sum(-1, keepdim=True) * ((LEVELS - 1) / 2)
+        length = bias.shape[1]
+        level = image.new_empty(batch, heads, width, length)
         packed = codes.packed[..., :length]
+        # A byte is its low half and 16 times its high one, which the image takes off again.
+        level[:, :, : width // 2] = packed
+        level[:, :, width // 2 :] = packed >> 4
         low, high = image.split(width // 2, dim=-1)
-        # A byte is its low half and 16 times its high one.
-        out = low @ packed.to(image.dtype)
-        out += (high - LEVELS * low) @ (packed >> 4).to(image.dtype)
-        out += constant
+        image = torch.cat([low, high - LEVELS * low], dim=-1).flatten(0, 1)
+        every = bias[:, None, None].expand(-1, heads, -1, -1).reshape(batch * heads, 1, length)
+        out = torch.baddbmm(every, image, level.flatten(0, 1))
+        out += constant.flatten(0, 1)
         return out.view(batch, heads, group, rows, length)
 
 
