@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from PIL import Image
 from tests.evaluation.report.synthetic import answer, checks, comparison, write_results
 
 from zoomkv.cli import main
@@ -270,6 +275,94 @@ def test_pointing_at_a_line_shows_which_it_is(opened: Any) -> None:
     assert name in set(opened.locator(".policies [aria-pressed=true]").all_inner_texts())
     opened.mouse.move(2, 2)
     assert opened.locator("#tip").is_hidden()
+
+
+def saved(page: Any, button: Any, folder: Path) -> Path:
+    with page.expect_download() as download:
+        button.click()
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+def pixels(shot: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("figure", ["budget", "needles", "throughput", "agreeability"])
+def test_a_saved_chart_is_the_chart(opened: Any, tmp_path: Path, figure: str, scheme: Any) -> None:
+    opened.emulate_media(color_scheme=scheme)
+    panel = opened.locator(f"#figure-{figure} .panel").first
+    chart = panel.locator("svg[role=img]")
+    chart.focus()
+    opened.keyboard.press("ArrowRight")  # what only points at a mark is not saved
+    path = saved(opened, panel.locator("button.save"), tmp_path)
+    name = chart.get_attribute("aria-label")
+    assert path.suffix == ".svg" and path.stem == re.sub(r"[\W_]+", "-", name)
+    text = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("aria-label") == name
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == chart.locator("text").all_text_contents()
+    assert not re.search(r"var\(|class=|oklab|cursor|http(?!://www.w3.org/2000/svg)", text)
+    # As a picture, which the page's style does not reach, it looks as it does on the page.
+    opened.mouse.move(2, 2)
+    shown = pixels(chart.screenshot())
+    address = f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    chart.evaluate(
+        "(chart, src) => { const image = new Image(); image.src = src;"
+        " image.style.display = 'block'; chart.replaceWith(image); return image.decode(); }",
+        address,
+    )
+    drawn = pixels(panel.locator("img").screenshot())
+    apart = np.abs(drawn - shown).max(-1)
+    assert (apart > 64).mean() < 0.001 and apart.mean() < 2
+
+
+def test_every_chart_can_be_saved(opened: Any, tmp_path: Path) -> None:
+    charts, buttons = opened.locator("main svg[role=img]"), opened.locator("main button.save")
+    assert charts.count() == buttons.count() > 20
+    assert buttons.evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))") == [
+        f"Save SVG: {name}"
+        for name in charts.evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    ]
+
+
+def test_a_saved_chart_with_odd_names_is_xml(page: Any, tmp_path: Path) -> None:
+    lines = [
+        answer(label=label, budget=budget, id="0")
+        for label in ("</svg><b>&", "שלום")
+        for budget in (0.1, 0.2)
+    ]
+    page.goto((report(tmp_path, lines) / "index.html").as_uri())
+    path = saved(page, page.locator("button.save").first, tmp_path)
+    texts = [each.text for each in ElementTree.parse(path).getroot().iter() if each.text]
+    assert "</svg><b>&" in texts and "שלום" in texts
+
+
+def test_tuned_arms_stand_beside_every_budget(page: Any, tmp_path: Path) -> None:
+    tuned = "h2o at zoomr's bytes"
+    arm = {"policy": "zoomr", "label": "zoomr", "options": {}, "model": None, "match": ["h2o"]}
+    lines = [
+        answer(label=label, budget=budget, seed=seed, id="0")
+        for label, budgets in ((tuned, (60, 63)), ("tova", (0.1, 0.2)), ("zoomr", (None,)))
+        for seed, budget in enumerate(budgets)
+    ]
+    settings = {"model": "m", "policies": [arm]}
+    page.goto((report(tmp_path, lines, settings=settings) / "index.html").as_uri())
+    chips = page.locator("[data-filter=budget] span").all_inner_texts()
+    assert chips == ["none", "10 %", "20 %"]
+    budgets = {(row["label"], row["budget"]) for row in shown_rows(page)}
+    wanted = {(tuned, "61.5 rows, tuned"), ("tova", "10 %"), ("tova", "20 %"), ("zoomr", "—")}
+    told = {(label, text.replace("\u202f", " ")) for label, text in budgets}
+    assert told == wanted
+    page.locator("input[data-text=ranked]").check()
+    page.locator('#figure-budget input[data-text="20 %"]').check()
+    panel = page.locator("#figure-budget .panel").first
+    assert sorted(panel.locator("text.name").all_text_contents()) == sorted(
+        [tuned, "tova", "zoomr"]
+    )
 
 
 def test_dark_and_light(opened: Any) -> None:

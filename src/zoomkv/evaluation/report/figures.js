@@ -65,10 +65,12 @@ function gridOf(width, panels, least = 290, most = 640) {
   const columns = panels.length === 4 && room === 3 ? 2 : Math.min(room, panels.length);
   const each = Math.min(most, (width - 26 * (columns - 1)) / columns);
   const grid = make("div", { class: "grid", style: { "grid-template-columns": `repeat(${columns}, ${Math.floor(each)}px)` } });
-  for (const { title, note, svg } of panels)
+  for (const { title, note, svg } of panels) {
+    const chart = svg(Math.floor(each));
     grid.append(make("div", { class: "panel" },
       make("h4", {}, bdi(title), note ? make("span", { class: "n" }, `${title ? "  " : ""}${note}`) : null),
-      svg(Math.floor(each))));
+      chart, saveButton(chart)));
+  }
   return grid;
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from zoomkv.evaluation.results import budget_text
 
-_SCRIPTS = ("base.js", "charts.js", "figures.js", "table.js", "page.js")
+_SCRIPTS = ("base.js", "charts.js", "save.js", "figures.js", "table.js", "page.js")
 
 
 def page(numbers: Mapping[str, Any]) -> str:
