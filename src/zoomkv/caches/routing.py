@@ -105,16 +105,15 @@ class Routing:
             view: The context.
         """
         context = view.context
-        score = self.scores(scaled, view)
         # Of each head's whole attention, so that heads that look elsewhere don't decide.
-        within = score.log_softmax(-1)
-        mass = score.amax(-1) - within.amax(-1)
-        within += (mass - torch.logaddexp(exact.logsumexp(-1), mass))[..., None]
-        share = within.amax(2)  # [B, Hkv, Q, T]
+        whole = torch.cat([exact, self.scores(scaled, view)], dim=-1).log_softmax(-1)
+        share = whole[..., exact.shape[-1] :].amax(2)  # [B, Hkv, Q, T]
         alone = len(share) == 1  # else batch rows with fewer slots want their best first
         best, token = share.topk(context.most, dim=-1, sorted=not alone)
         there = best > _NEVER / 2
-        there &= torch.arange(context.most, device=best.device) < context.slots[:, None, None, None]
+        if not alone:
+            count = torch.arange(context.most, device=best.device)
+            there &= count < context.slots[:, None, None, None]
         return Choice(token, there)
 
     def scores(self, query: Tensor, view: View) -> Tensor:  # [B,Hkv,G,Q,D] -> [B,Hkv,G,Q,T]

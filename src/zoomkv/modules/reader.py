@@ -90,10 +90,9 @@ class Entries:
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """Keys and values in fp32."""
-        keys, values = self.keys.float(), self.values.float()
         if self.key_scale is None or self.value_scale is None:
-            return keys, values
-        return keys * self.key_scale[..., None], values * self.value_scale[..., None]
+            return self.keys.float(), self.values.float()
+        return self.keys * self.key_scale[..., None], self.values * self.value_scale[..., None]
 
     def part(self, bias: Tensor) -> Part:
         """As the reader takes them."""

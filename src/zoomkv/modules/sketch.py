@@ -223,13 +223,10 @@ def logits(query: Tensor, image: Tensor, codes: Codes, bias: Tensor) -> Tensor:
         length = bias.shape[1]
         level = image.new_empty(batch, heads, width, length)
         packed = codes.packed[..., :length]
-        # A byte is its low half and 16 times its high one, which the image takes off again.
-        level[:, :, : width // 2] = packed
+        level[:, :, : width // 2] = packed & (LEVELS - 1)
         level[:, :, width // 2 :] = packed >> 4
-        low, high = image.split(width // 2, dim=-1)
-        image = torch.cat([low, high - LEVELS * low], dim=-1).flatten(0, 1)
         every = bias[:, None, None].expand(-1, heads, -1, -1).reshape(batch * heads, 1, length)
-        out = torch.baddbmm(every, image, level.flatten(0, 1))
+        out = torch.baddbmm(every, image.flatten(0, 1), level.flatten(0, 1))
         out += constant.flatten(0, 1)
         return out.view(batch, heads, group, rows, length)
 
