@@ -187,6 +187,11 @@ CURVE = {"position": [0], "kl": [0.1], "top1": [1.0]}
             {**HEADER, "settings": {"model": "m", "policies": [{"policy": "h2o"}]}},
             r"1: this header lacks the field settings.policies\[0\].options",
         ),
+        ({**HEADER, "settings": None}, "1: settings of this header is no object"),
+        (
+            {**HEADER, "settings": {"policies": [{"policy": "h2o"}]}},
+            "1: this header lacks the field settings.model",
+        ),
         ({"kind": "timing", "task": "needle"}, "1: this timing lacks the field label"),
     ],
 )

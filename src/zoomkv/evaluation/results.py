@@ -177,7 +177,9 @@ def _parts(line: Line) -> Iterator[tuple[str, Any, Sequence[str]]]:
             yield "about.curve", curve, ("position", "kl", "top1")
     if line["kind"] == "header":
         settings = line.get("settings", {})
-        yield "settings", settings, ("model",) if settings else ()
+        yield "settings", settings, ()
+        if settings.get("policies"):
+            yield "settings", settings, ("model",)
         for number, arm in enumerate(settings.get("policies", ())):
             yield f"settings.policies[{number}]", arm, ("policy", "options", "label", "model")
         for number, task in enumerate(settings.get("tasks", ())):
