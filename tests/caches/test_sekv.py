@@ -115,7 +115,7 @@ class Recorder:
     def read(self, step: Any, layer: int, query: Tensor, *rest: Any) -> Tensor:
         before = self.held(layer)
         output = self._read(step, layer, query, *rest)
-        now = self.cache.lengths.tolist(), self.cache._span.clone(), before, self.held(layer)
+        now = self.cache.lengths.tolist(), self.cache.spans.of.clone(), before, self.held(layer)
         self.reads.append(Read(layer, query.clone(), output.clone(), *now))
         return output
 
@@ -303,7 +303,7 @@ def test_the_entry_of_a_span_that_is_read_weighs_nothing(model: Any, tools: Any)
         for number, heads in enumerate(opened):
             entries = mine.layers[number].entries
             for head, numbers in enumerate(heads):
-                others = set(range(int(mine._count[0]))) - numbers
+                others = set(range(int(mine.spans.count[0]))) - numbers
                 assert numbers and others
                 chosen = sorted(numbers if poison == "opened" else others)
                 entries.keys[0, head, chosen] += 3e4
@@ -367,16 +367,16 @@ def test_generated_text_joins_the_context(model: Any, tools: Any) -> None:
         for row, pads in enumerate((0, 4)):
             covered = joins(30 - pads, seen - pads)[-1][1]
             assert int(cache._covered[row]) == covered
-            of = cache._span[row].tolist()
+            of = cache.spans.of[row].tolist()
             assert all(p < 0 for p in of[:SINKS] + of[covered:])
             inside = of[SINKS:covered]
             assert min(inside) == 0  # none is left out: cuts stay within bounds
             assert all(b - a in (0, 1) for a, b in zip(inside, inside[1:], strict=False))
-            count = int(cache._count[row])
+            count = int(cache.spans.count[row])
             sizes = [inside.count(n) for n in range(max(inside) + 1)]
             assert len(sizes) == count
             torch.testing.assert_close(
-                cache._log_size[row, :count].exp(), torch.tensor(sizes).float()
+                cache.spans.log_size[row, :count].exp(), torch.tensor(sizes).float()
             )
             exact = set(range(SINKS)) | set(range(covered, seen - pads))
             stored = cache.slots.positions[row, 0, : int(cache.slots.count[row])].tolist()
@@ -385,7 +385,7 @@ def test_generated_text_joins_the_context(model: Any, tools: Any) -> None:
     for row, pads in enumerate((0, 4)):  # and what was merged was whole
         ids = torch.cat([prompt, generated], 1)[row, pads:]
         spans = fine(nats_of(logits[row, pads:], ids), joins(30 - pads, 230 - pads))
-        of = cache._span[row].tolist()
+        of = cache.spans.of[row].tolist()
         assert all(len({of[p] for p in span}) == 1 for span in spans)
         merged = [sum(of[span[0]] == n for span in spans) for n in range(max(of) + 1)]
         assert merged == sorted(merged, reverse=True) and merged[0] > merged[-1]  # the oldest
@@ -492,7 +492,7 @@ def test_a_prompt_shorter_than_a_span_is_read_whole(model: Any, tools: Any) -> N
         mine = feed(model, cache, ids[:, :length], ids[:, length:first])
         theirs = feed(model, full, ids[:, :length], ids[:, length:first])
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-        assert not cache.reads_itself and not cache._span.numel()
+        assert not cache.reads_itself and not cache.spans.of.numel()
         assert all(not sum(entry["asked"]) for entry in cache.trace())
         mine = feed(model, cache, ids[:, :0], ids[:, first:])
         assert cache.reads_itself and mine.isfinite().all()
@@ -515,7 +515,7 @@ def turn(model: Any, tools: Any, chunk: int | None, size: int, **options: Any) -
     recorder = Recorder(cache, (0, 0))
     logits = feed(model, cache, question, question[:, :0], mask, chunk)
     asked = [read.after for read in recorder.reads[-2:]]
-    spans = cache._span.clone()
+    spans = cache.spans.of.clone()
     more = feed(model, cache, question[:, :0], answer, mask)
     return logits[:, 2:], asked, spans, more
 
@@ -619,7 +619,7 @@ def test_surprisals_that_failed_are_measured_again(
             except RuntimeError:
                 assert failed
     assert failed
-    assert torch.equal(cache._span, expected._span)
+    assert torch.equal(cache.spans.of, expected.spans.of)
     torch.testing.assert_close(torch.cat(logits, 1), whole, atol=1e-4, rtol=1e-4)
 
 
@@ -727,7 +727,7 @@ def test_rows_come_back_as_the_host_has_them(
     exact, rough = make(model, **options), make(model, host_precision=precision, **options)
     for cache in (exact, rough):
         feed(model, cache, ids[:, :60], ids[:, 60:])
-    assert torch.equal(rough._span, exact._span)
+    assert torch.equal(rough.spans.of, exact.spans.of)
     moved = rough.footprint().bytes_to_host / exact.footprint().bytes_to_host
     assert moved < {"int8": 0.4, "nf4": 0.3}[precision]
     context = [cache.layers[1].context.keys(50) for cache in (exact, rough)]
@@ -748,7 +748,7 @@ def test_rows_that_are_selected_go_on_as_alone(model: Any, tools: Any) -> None:
         options = {"router": router, "coarse_share": 0.5, "budget": 80}
         both, alone = make(model, **options), make(model, **options)
         feed(model, both, prompt, first, mask)
-        assert int(both._count[0]) > int(both._count[1]) + 3
+        assert int(both.spans.count[0]) > int(both.spans.count[1]) + 3
         both.batch_select_indices(torch.tensor([1]))
         feed(model, alone, prompt[1:, 35:], first[1:])
         padded = torch.cat([mask[1:], mask.new_ones(1, 20)], 1)

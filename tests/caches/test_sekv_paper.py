@@ -107,7 +107,7 @@ class Recorder:
         finally:
             del routing.choose
         cache = self.cache
-        now = cache.lengths.tolist(), cache._span.clone(), cache._slots.clone()
+        now = cache.lengths.tolist(), cache.spans.of.clone(), cache._slots.clone()
         self.reads.append(Read(layer, query.clone(), output.clone(), opened, *now))
         return output
 
@@ -487,10 +487,10 @@ def test_alpha_rises_until_what_stays_fits(model: Any, tools: Any) -> None:
     for alpha in (1.0, "auto"):
         cache = make(model, budget=100, alpha=alpha, persistent_share=0.5, coarse_share=0.9)
         feed(model, cache, ids, ids[:, :0])
-        inside = int((cache._span >= 0).sum())
+        inside = int((cache.spans.of >= 0).sum())
         whole = int(cache._covered) - SINKS - inside
         of_entry = (cache._entry_bytes() + cache._summary_bytes()) / cache._row_bytes()
-        stays.append(whole + int(cache._count) * of_entry)
+        stays.append(whole + int(cache.spans.count) * of_entry)
     assert stays[0] > 50 >= stays[1] or stays[1] < stays[0]
 
 

@@ -41,6 +41,7 @@ from zoomkv.caches.sekv_options import (
     choose_splitter,
 )
 from zoomkv.caches.slots import Index, Slots
+from zoomkv.caches.span_map import SpanMap
 from zoomkv.caches.span_routing import SpanRouting
 from zoomkv.caches.surprisal_meter import SurprisalMeter
 from zoomkv.caches.tiers import Traffic
@@ -104,10 +105,8 @@ class SeKVCache(PolicyCache):
     """
 
     name = "sekv"
-    _span: Tensor  # int64 [B, T], the span of each token of the context
-    _log_size: Tensor  # fp32 [B, S]
+    spans: SpanMap
     _covered: Tensor  # [B], tokens that have joined the context, and the first ones
-    _count: Tensor  # [B], spans
     overflow: Tensor  # [B], bytes by which what must stay exceeds the budget
     _slots: Tensor  # [B]
     _context: tuple[Step, Context] | None  # of the step that is read
@@ -210,7 +209,7 @@ class SeKVCache(PolicyCache):
     @property
     def reads_itself(self) -> bool:
         """See ``PolicyCache``: as soon as there is a context."""
-        return self._span.shape[1] > 0
+        return len(self.spans) > 0
 
     def read(
         self, step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -243,12 +242,12 @@ class SeKVCache(PolicyCache):
         batch, heads = len(self._lengths), self.shape.kv_heads
         if own.entries is None or own.held is None:
             return torch.zeros(batch, heads, total, dtype=torch.bool, device=self._device)
-        span = F.pad(self._span, (0, total - self._span.shape[1]), value=-1)
+        span = F.pad(self.spans.of, (0, total - len(self.spans)), value=-1)
         span = span[:, None].expand(-1, heads, -1)
         held = own.held.position.long()
-        of = span.gather(2, held.clamp(min=0)).where(held >= 0, self._log_size.shape[1])
+        of = span.gather(2, held.clamp(min=0)).where(held >= 0, self.spans.log_size.shape[1])
         opened = torch.zeros(
-            batch, heads, self._log_size.shape[1] + 1, dtype=torch.bool, device=span.device
+            batch, heads, self.spans.log_size.shape[1] + 1, dtype=torch.bool, device=span.device
         )
         opened.scatter_(2, of, True)
         return (span >= 0) & ~opened.gather(2, span.clamp(min=0))
@@ -326,7 +325,7 @@ class SeKVCache(PolicyCache):
             slots = self._slots
             if step.real is not None and step.size == 1:
                 slots = slots.where(step.real[:, 0], -1)  # a row that has ended asks for nothing
-            self._context = step, Context(self._span, self._log_size, slots)
+            self._context = step, Context(self.spans.of, self.spans.log_size, slots)
         return self._context[1]
 
     def _routing(self, layer: int) -> Routing:
@@ -348,8 +347,8 @@ class SeKVCache(PolicyCache):
             at = (start[:, None] + column).clamp(max=self._meter.nats.shape[1] - 1)
             nats = self._meter.nats.gather(1, at).where(present, 0)
             spans = self._cut(nats, size)
-            before = self._count
-            self._map(spans, start, present)
+            before = self.spans.count
+            self.spans.add(spans, start, present)
             self._extend(spans, nats, start, present, before)
             self._covered = start + size
             self._merge()
@@ -364,8 +363,10 @@ class SeKVCache(PolicyCache):
         rows, coarse = None, 1.0
         if self._splitter.auto:
             coarse = (self._entry_bytes() + self._summary_bytes()) / self._row_bytes()
-            whole = self._covered - SINKS - (self._span >= 0).sum(1).to("cpu")
-            rows = self._rows().double() * self._persistent_share - whole - coarse * self._count
+            whole = self._covered - SINKS - self.spans.inside()
+            rows = (
+                self._rows().double() * self._persistent_share - whole - coarse * self.spans.count
+            )
         # A row to which nothing is added still wants a token to cut.
         spans = self._splitter.cut(nats, size.clamp(min=1), rows, coarse)
         there = size > 0
@@ -375,24 +376,6 @@ class SeKVCache(PolicyCache):
             size=spans.size.where(there[:, None], 0),
             count=spans.count.where(there, 0),
         )
-
-    def _map(self, spans: Spans, start: Tensor, present: Tensor) -> None:
-        """Notes which span each new token is in."""
-        batch, column = (present & (spans.number >= 0)).nonzero(as_tuple=True)
-        number = spans.number[batch, column] + self._count[batch]
-        position = start[batch] + column
-        total = int((start + present.sum(1)).max())
-        span = F.pad(self._span, (0, total - self._span.shape[1]), value=-1)
-        span[batch.to(span.device), position.to(span.device)] = number.to(span.device)
-        self._span = span
-        count = spans.count
-        batch, entry = (torch.arange(spans.size.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        more = max(int((self._count + count).max()), 1) - self._log_size.shape[1]
-        log_size = F.pad(self._log_size, (0, max(more, 0)), value=-torch.inf)
-        at = (batch.to(log_size.device), (self._count[batch] + entry).to(log_size.device))
-        log_size[at] = spans.size[batch, entry].float().log().to(log_size.device)
-        self._log_size = log_size
-        self._count = self._count + count
 
     def _extend(
         self, spans: Spans, nats: Tensor, start: Tensor, present: Tensor, before: Tensor
@@ -443,23 +426,10 @@ class SeKVCache(PolicyCache):
         if not self._coarse_share:
             return
         allowed = self._entries_allowed()
-        while bool((over := (self._count - allowed).clamp(min=0)).any()):
-            # The first ones, two by two: what is old is coarse.
-            pairs = over.minimum(self._count // 2)
-            device = self._span.device
-            by = pairs.to(device)[:, None]
-            entry = torch.arange(self._log_size.shape[1], device=device)  # [S]
-            into = torch.where(entry < 2 * by, entry // 2, entry - by)  # [B, S]
-            self._count = self._count - pairs
-            mass = self._log_size.exp()
-            merged = mass.new_zeros(len(mass), int(self._count.max()) + 1)
-            into = into.clamp(max=merged.shape[1] - 1)
-            merged = merged.scatter_add_(1, into, mass)[:, :-1]
+        while bool((over := (self.spans.count - allowed).clamp(min=0)).any()):
+            where = self.spans.pair(over.minimum(self.spans.count // 2))
             for layer in self.layers:
-                layer.merge(into, mass, merged)
-            moved = into.gather(1, self._span.clamp(min=0))
-            self._span = moved.where(self._span >= 0, -1)
-            self._log_size = merged.log()
+                layer.merge(*where)
 
     def _entries_allowed(self) -> Tensor:  # [B]
         """How many coarse entries each batch row may have; a row's own affair, like its budget."""
@@ -489,7 +459,7 @@ class SeKVCache(PolicyCache):
     def _leave(self) -> None:
         """Rows that have joined and are in a span leave the working sets."""
         positions = self.slots.positions[..., : self.slots.length].long()  # [B, 1, N]
-        span = F.pad(self._span.to("cpu"), (0, 1), value=-1)  # [B, T + 1]
+        span = F.pad(self.spans.of.to("cpu"), (0, 1), value=-1)  # [B, T + 1]
         at = positions[:, 0].clamp(max=span.shape[1] - 1)
         keep = span.gather(1, at)[:, None] < 0
         moves = self.slots.change(keep)
@@ -504,11 +474,11 @@ class SeKVCache(PolicyCache):
         unit, everywhere = self._row_bytes(), self.shape.layers * self.shape.kv_heads
         entries = self._entries_allowed()
         if self._splitter.scheme != "fine":  # there may be far fewer
-            entries = entries.minimum(self._count.clamp(min=1))
+            entries = entries.minimum(self.spans.count.clamp(min=1))
         room = self._rows().double() * unit * everywhere - self._fixed_bytes(entries)
         self.overflow = torch.where(due, (-room).clamp(min=0).long(), self.overflow)
         slots = (room / ((unit + _INDEX_BYTES) * everywhere)).floor().long().clamp(min=0)
-        inside, exact = (self._span >= 0).sum(1).to("cpu"), self._exact()
+        inside, exact = self.spans.inside(), self._exact()
         self._slots = torch.where(due, slots.minimum(inside), self._slots)
         self._tell_overflow(exact)
         ceiling = max(int(exact.max()), self.slots.length)
@@ -520,7 +490,7 @@ class SeKVCache(PolicyCache):
 
     def _exact(self) -> Tensor:  # [B]
         """Exact rows of each batch row at most, until its next tokens join."""
-        inside = (self._span >= 0).sum(1).to("cpu")
+        inside = self.spans.inside()
         return self._covered - inside + self._window + self._slack
 
     def _fixed_bytes(self, entries: Tensor) -> Tensor:  # [B] -> [B]
@@ -530,7 +500,7 @@ class SeKVCache(PolicyCache):
         of_rows = 2 * self.shape.kv_heads if streamed else everywhere
         fixed = self._exact() * self._row_bytes() * of_rows
         fixed = fixed + self._meter.state_bytes() * (self._slack + 1)
-        if self._span.shape[1]:
+        if len(self.spans):
             per_head = layer.routing.fixed_bytes() + layer.routing.bytes_per_token() * self._covered
             if self._coarse_share:
                 of_entry = self._entry_bytes() + self._summary_bytes()
@@ -544,7 +514,7 @@ class SeKVCache(PolicyCache):
         serious = self.overflow > 0
         if isinstance(self._budget.value, float):
             serious = serious & (self._lengths > _SERIOUS * exact)
-        if self._told or not self._span.shape[1] or not bool(serious.any()):
+        if self._told or not len(self.spans) or not bool(serious.any()):
             return
         self._told = True
         unit = self._row_bytes() * self.shape.layers * self.shape.kv_heads
@@ -578,33 +548,28 @@ class SeKVCache(PolicyCache):
     def select(self, rows: Tensor) -> None:
         """See ``PolicyCache``."""
         super().select(rows)
-        for name in ("_span", "_log_size"):
-            tensor = getattr(self, name)
-            setattr(self, name, tensor[rows.to(tensor.device)])
-        for name in ("_covered", "_count", "_slots", "overflow"):
+        self.spans.select(rows)
+        for name in ("_covered", "_slots", "overflow"):
             setattr(self, name, getattr(self, name)[rows])
         self._meter.select(rows)
 
     def device_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().device_tensors()
-        yield from (self._span, self._log_size)
+        yield from self.spans.device_tensors()
         yield from self._meter.device_tensors()
 
     def host_tensors(self) -> Iterator[Tensor]:
         """See ``PolicyCache``."""
         yield from super().host_tensors()
         yield from self._meter.host_tensors()
-        yield from (self._covered, self._count, self._slots, self.overflow)
+        yield from (self._covered, self.spans.count, self._slots, self.overflow)
 
     def _start(self, batch: int, device: torch.device) -> None:
         super()._start(batch, device)
-        self._span = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        self._log_size = torch.zeros(batch, 0, device=device)
+        self.spans = SpanMap(batch, device)
         self._covered = torch.full((batch,), SINKS)
-        self._count, self._slots, self.overflow = (
-            torch.zeros(batch, dtype=torch.int64) for _ in range(3)
-        )
+        self._slots, self.overflow = (torch.zeros(batch, dtype=torch.int64) for _ in range(2))
         self._meter.start(batch)
         self._told = False
         self._context = None

@@ -219,7 +219,7 @@ def test_coarse_entries_of_sekv(policy: Policy, monkeypatch: pytest.MonkeyPatch)
         def look(self, step: Any) -> None:
             super().look(step)
             own, cache = self.seen[-1], self.cache
-            own["biases"], own["span"] = list(biases), cache._span.clone()
+            own["biases"], own["span"] = list(biases), cache.spans.of.clone()
             own["exact"] = set(cache.slots.positions[0, 0, : int(cache.slots.count[0])].tolist())
             biases.clear()
 
