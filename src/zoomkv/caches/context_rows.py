@@ -156,15 +156,11 @@ class HeldRows:
         Returns:
             How many were fetched.
         """
-        wanted = position.where(there, length)
         old = self.position.long()
-        old = old.where(old >= 0, length)
-        mark = there.new_zeros(*there.shape[:2], length + 1)
-        mark.scatter_(2, wanted, True)
-        mark[..., length] = False
+        old = old.where(old >= 0, length)  # a place of its own, which nobody wants
+        mark = there.new_zeros(*there.shape[:2], length + 1).scatter_(2, position, there)
         keep = mark.gather(2, old)
-        mark.scatter_(2, old.where(keep, length), False)
-        missing = mark.gather(2, wanted)
+        missing = mark.scatter_(2, old.where(keep, length), False).gather(2, position)
         count = missing.sum(2)
         self.position.masked_fill_(~keep, -1)
         batch, head, at = missing.nonzero(as_tuple=True)

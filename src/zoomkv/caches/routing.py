@@ -99,7 +99,7 @@ class Routing:
         """What each query reads, each as if it were alone: here the tokens that score best.
 
         Args:
-            query: As they are, fp32.
+            query: As they are.
             scaled: The same, scaled.
             exact: Their logits with exact rows.
             view: The context.

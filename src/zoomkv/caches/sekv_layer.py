@@ -226,7 +226,7 @@ class SeKVLayer(PolicyLayer):
         grouped = query.unflatten(1, (local.keys.shape[1], -1))
         scaled = grouped.float() * scaling
         view = View(context, self.entries, self.context)
-        choice = self.routing.choose(query.float(), scaled, local.logits(scaled), view)
+        choice = self.routing.choose(query, scaled, local.logits(scaled), view)
         parts = [local, *self._zoomed(choice, context)]
         return read(grouped, parts, scaling).flatten(1, 2)
 
@@ -255,14 +255,14 @@ class SeKVLayer(PolicyLayer):
         span = context.span[:, None].expand(-1, position.shape[1], -1)
         of = span.gather(-1, position.clamp(min=0))
         if opened is None:
-            opened = readable.new_zeros(*readable.shape[:-1], spans + 1)
-            opened.scatter_(-1, of[:, :, None].where(readable, spans), True)
-            opened = opened[:, :, None, :, :spans]
+            bias = F.pad(context.log_size, (0, 1))[:, None, None].repeat(1, *readable.shape[1:3], 1)
+            bias.scatter_(-1, of[:, :, None].where(readable, spans), -torch.inf)
+            bias = bias[:, :, None, :, :spans]
         else:
+            bias = context.log_size[:, None, None, None].masked_fill(opened, -torch.inf)
             own = of.clamp(min=0)[:, :, None, None].expand(*opened.shape[:-1], -1)
             mask = mask & opened.gather(-1, own)
         yield Part(keys, values, mask)
-        bias = context.log_size[:, None, None, None].masked_fill(opened, -torch.inf)
         yield self.entries.part(bias)
 
     def _union(self, choice: Choice, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,16 +31,15 @@ class Part:
         batch, heads, group, rows, width = query.shape
         flat = query.reshape(batch, heads, group * rows, width)
         out = (flat @ self.keys.float().mT).view(batch, heads, group, rows, -1)
-        return out if self.bias is None else out + self.addends(out)
+        return out if self.bias is None else out + self.addends()
 
-    def addends(self, like: Tensor) -> Tensor:
-        """The bias in the dtype of another tensor."""
+    def addends(self) -> Tensor:
+        """The bias as fp32 numbers."""
         if self.bias is None:
-            return like.new_zeros(1, 1, 1, 1, self.keys.shape[2])
+            return self.keys.new_zeros(1, 1, 1, 1, self.keys.shape[2], dtype=torch.float32)
         if self.bias.dtype == torch.bool:
-            closed = like.new_zeros(self.bias.shape)
-            return closed.masked_fill_(~self.bias, -torch.inf)
-        return self.bias.to(like.dtype)
+            return torch.where(self.bias, 0.0, -torch.inf)
+        return self.bias.float()
 
 
 def read(query: Tensor, parts: Sequence[Part], scaling: float) -> Tensor:
@@ -59,11 +58,12 @@ def read(query: Tensor, parts: Sequence[Part], scaling: float) -> Tensor:
     values = torch.cat([part.values.to(query.dtype) for part in parts], dim=2)
     mask = None
     if any(part.bias is not None for part in parts):
-        added = [part.addends(query) for part in parts]
+        added = [part.addends() for part in parts]
         lead = torch.broadcast_shapes(*(x.shape[:4] for x in added))
         if rows > 1:
             lead = (*lead[:2], group, rows)
         mask = torch.cat([x.expand(*lead, -1) for x in added], dim=-1).flatten(2, 3)
+        mask = mask.to(query.dtype)
     flat = query.reshape(batch, heads, group * rows, width)
     out = F.scaled_dot_product_attention(flat, keys, values, attn_mask=mask, scale=scaling)
     return out.view(batch, heads, group, rows, -1)
