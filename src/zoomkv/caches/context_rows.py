@@ -156,9 +156,12 @@ class HeldRows:
         Returns:
             How many were fetched.
         """
+        # In order, so that a row takes the same slots alone and in a batch.
+        position = position.where(there, length).sort(dim=2).values
         old = self.position.long()
         old = old.where(old >= 0, length)  # a place of its own, which nobody wants
-        mark = there.new_zeros(*there.shape[:2], length + 1).scatter_(2, position, there)
+        mark = there.new_zeros(*there.shape[:2], length + 1)
+        mark.scatter_(2, position, position < length)
         keep = mark.gather(2, old)
         missing = mark.scatter_(2, old.where(keep, length), False).gather(2, position)
         count = missing.sum(2)
