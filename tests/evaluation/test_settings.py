@@ -148,7 +148,7 @@ def test_tuned_labels_are_those_of_the_arms() -> None:
     )
     tuned = {arm.label for arm in arms_of(settings) if arm.reference is not None}
     assert tuned_labels(settings.to_dict()) == tuned and len(tuned) == 5
-    assert tuned_labels({}) == frozenset()
+    assert tuned_labels({}) == tuned_labels({"policies": None}) == frozenset()
 
 
 def test_the_first_difference_is_named() -> None:

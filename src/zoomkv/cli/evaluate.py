@@ -106,8 +106,9 @@ def check_place(out: Path) -> None:
         ValueError: A folder, one that can't be made or written to, or a file that can't be.
     """
     for path in (out, timing_path(out)):
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        there = path
         try:
+            there = next(each for each in (path, *path.absolute().parents) if each.exists())
             if there == path:
                 with open(path, "ab"):
                     pass

@@ -180,9 +180,9 @@ def _parts(line: Line) -> Iterator[tuple[str, Any, Sequence[str]]]:
         yield "settings", settings, ()
         if settings.get("policies"):
             yield "settings", settings, ("model",)
-        for number, arm in enumerate(settings.get("policies", ())):
+        for number, arm in enumerate(settings.get("policies") or ()):
             yield f"settings.policies[{number}]", arm, ("policy", "options", "label", "model")
-        for number, task in enumerate(settings.get("tasks", ())):
+        for number, task in enumerate(settings.get("tasks") or ()):
             yield f"settings.tasks[{number}]", task, ("name",)
 
 

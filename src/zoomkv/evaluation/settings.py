@@ -264,10 +264,10 @@ def tuned_label(label: str, reference: str) -> str:
 
 def tuned_labels(settings: Mapping[str, Any]) -> frozenset[str]:
     """The labels of all arms that are tuned to another's bytes, from what ``to_dict`` gives."""
-    arms = settings.get("policies", ())
+    arms = settings.get("policies") or ()
     found = set()
     for reference in arms:
-        for policy in reference.get("match", ()):
+        for policy in reference.get("match") or ():
             labelled = [arm["label"] for arm in arms if arm["label"] == policy]
             named = labelled or [arm["label"] for arm in arms if arm["policy"] == policy]
             found.add(tuned_label((named or [policy])[0], reference["label"]))

@@ -46,7 +46,8 @@ def read(query: Tensor, parts: Sequence[Part], scaling: float) -> Tensor:
     """Attention over several parts at once.
 
     Args:
-        query: After RoPE ``[B, Hkv, G, Q, D]``; rows are read in its dtype.
+        query: After RoPE ``[B, Hkv, G, Q, D]``; rows and biases are read in its dtype (in bf16, an
+            entry counts for its tokens to within 2 %).
         parts: Of which at least one row is read by each query.
         scaling: Factor on the products of queries and keys.
 

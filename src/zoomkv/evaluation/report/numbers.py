@@ -215,6 +215,8 @@ def _options(group: Sequence[Answer]) -> Numbers:
     for name, value in group[0]["options"].items():
         values = [answer["options"].get(name, value) for answer in group]
         alike = all(each == value for each in values)
+        if not alike and not all(isinstance(each, int | float) for each in values):
+            raise ValueError(f"{group[0]['label']}: {name} differs from answer to answer")
         found[name] = value if alike else math.fsum(values) / len(values)
     return found
 
